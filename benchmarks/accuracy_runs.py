@@ -21,7 +21,6 @@ from benchmarks.zoo import Specimen
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
-from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.simulation.timeline import simulate
 from protrain_runtime import prepare, restore
@@ -48,6 +47,7 @@ from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.stand_ins import ConsumedGradient
+from tests.support.estimates import estimate
 
 NUM_WARM_STEPS, NUM_STEPS = 2, 9
 SAMPLED_S = 2.0

@@ -28,10 +28,10 @@ from protrain_plan.planning.stages.answer import (
     searched,
 )
 from protrain_plan.planning.stages.cuts import handed_bytes
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, Plan, StepSettings
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
+from tests.support.estimates import estimate
 
 MIB = 2**20
 BUDGET = 700 * MIB

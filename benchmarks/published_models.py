@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from protrain_plan.models.building import computing_in
 from protrain_plan.models.sources import ConfigSource
-from protrain_runtime.contract.records.profile import DType, Precision, Quantize
+from protrain_runtime.contract.records.profile import Workload
 
 Logits = Literal[
     "cast for the loss", "cast and shifted", "kept in float32", "returned in float32", "in 16 bits"
@@ -61,27 +61,11 @@ class AsRun(ConfigSource):
     joint_adapters: bool = False
     autocast: bool = False
 
-    def build(
-        self,
-        *,
-        dtype: DType = "float32",
-        precision: Precision = "pure",
-        adapter: str = "",
-        quantize: Quantize = "",
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ) -> nn.Module:
+    def build(self, workload: Workload, *, device: torch.device | str = "cpu") -> nn.Module:
         """As `ConfigSource.build`. The attention changes for the whole process."""
-        model = super().build(
-            dtype=dtype,
-            precision=precision,
-            adapter=adapter,
-            quantize=quantize,
-            device=device,
-            seed=seed,
-        )
+        model = super().build(workload, device=device)
         plain: Any = model
-        if adapter:
+        if workload.adapter:
             plain = plain.get_base_model()
         if self.expanded_heads:
             from transformers.integrations import sdpa_attention
@@ -107,7 +91,7 @@ class AsRun(ConfigSource):
                 module.register_forward_hook(_keep_input)
             if self.float32_norms and type(module).__name__.endswith("RMSNorm"):
                 vars(module)["forward"] = partial(_float32_norm, module)
-        return computing_in(model, dtype, "autocast") if self.autocast else model
+        return computing_in(model, workload.dtype, "autocast") if self.autocast else model
 
 
 def _holding(

@@ -21,7 +21,6 @@ from protrain_plan.models.sources import ConfigSource, ModelSource, load_source
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.alternatives import bucket_bytes
 from protrain_plan.planning.search.evaluation import step_seconds
-from protrain_plan.profiling.estimated import estimates
 from protrain_plan.simulation.group import group_on
 from protrain_plan.simulation.report import report
 from protrain_runtime.contract.records.adapters import parse_lora
@@ -39,6 +38,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import DType, Precision, Profile, Quantize
 from protrain_runtime.contract.records.tree import Document, parsed
 from protrain_runtime.contract.units import parse_bytes
+from tests.support.estimates import estimates
 
 PUBLISHED = Path(__file__).parent / "published.yaml"
 
@@ -346,7 +346,7 @@ def _prediction(run: Run, profile: Profile) -> dict[str, Any]:
     plan = plan_of_units(problem, units_of(run, problem))
     program = problem.program(plan.units)
     told = report(program)
-    peak = next(one for one in told.slots if one.name == told.peak_slot.name)
+    peak = told.fullest
     seconds = [slot.end_s - slot.start_s for slot in told.slots]
     count = len(plan.units)
     tokens = run.batch * run.seq * run.micro_batches
@@ -359,7 +359,7 @@ def _prediction(run: Run, profile: Profile) -> dict[str, Any]:
     return {
         "memory_bytes": most + (bucket_bytes(problem.profile) if run.buckets else 0),
         "tokens_per_s": tokens / step_seconds(problem, plan.units)[0],
-        "peak": told.peak_slot.name,
+        "peak": told.fullest.name,
         "peak_parts": {kind: size for kind, size in peak.device.by_kind.items() if size},
         "shares": {
             "last part": sum(seconds[count - 1 : count + 1]) / told.step_seconds,

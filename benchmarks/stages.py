@@ -27,7 +27,6 @@ from protrain_plan.planning.stages.cycles import Pipeline
 from protrain_plan.planning.stages.pipelines import stage_seconds
 from protrain_plan.planning.stages.schedule import Simulated, StageSeconds, simulated
 from protrain_plan.planning.stages.shapes import Shape
-from protrain_plan.profiling.estimated import estimates
 from protrain_plan.simulation.group import group_on, profile_of_rank
 from protrain_runtime.contract.records.hardware import Collectives, Hardware, Interconnect
 from protrain_runtime.contract.records.plan import (
@@ -40,6 +39,7 @@ from protrain_runtime.contract.records.plan import (
     StepSettings,
 )
 from protrain_runtime.contract.records.profile import Profile
+from tests.support.estimates import estimates
 
 TOLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 HEADER = ("case", "figure", "theirs, measured", "ours, predicted", "off", "our best, predicted")

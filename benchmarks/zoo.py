@@ -16,6 +16,7 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.presets import JsonObject
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_runtime.contract.records.profile import DType, Precision, Workload
+from tests.support.estimates import batches_of, model_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,11 @@ class Specimen:
     def make(self) -> tuple[nn.Module, Iterator[Batch]]:
         """The model in train mode, the same at every call, and its batches from the first on."""
         source = self.source
-        model = source.build(
-            dtype=self.dtype, precision=self.precision, adapter=self.adapter, seed=0
+        model = model_of(
+            source, dtype=self.dtype, precision=self.precision, adapter=self.adapter, seed=0
         )
-        batches = source.batches(
+        batches = batches_of(
+            source,
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             dtype=self.dtype,

@@ -13,6 +13,7 @@ from torch import nn
 from benchmarks.peers.work import Work
 from protrain_plan.models.building import moved
 from protrain_plan.models.sources import ModelSource
+from tests.support.estimates import model_of
 
 TILE = 2**22
 """Numbers in the tile: large enough for rows of a matrix to differ."""
@@ -24,7 +25,7 @@ def built(
 ) -> nn.Module:
     """The work's model on `device`; `masters` asks for float32 parameters."""
     with _without_parameters():
-        model = source.build(dtype="float32" if masters else work.dtype)
+        model = model_of(source, dtype="float32" if masters else work.dtype)
     getattr(model, "tie_weights")()  # noqa: B009 (ties were lost on the way to meta)
     tile = torch.randn(TILE, generator=torch.Generator().manual_seed(work.seed)).mul_(_SCALE)
     made: dict[nn.Parameter, nn.Parameter] = {}

@@ -17,12 +17,13 @@ from protrain_plan.planning.questions.answers import Objective, Question
 from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import ask
 from protrain_plan.planning.search.improving import Effort, Solver
-from protrain_plan.profiling.estimated import estimate as estimated
 from protrain_plan.profiling.measured import measure_model
 from protrain_runtime.contract.records import read_profile, write_plan, write_profile
 from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
+from tests.support.estimates import batches_of
+from tests.support.estimates import estimate as estimated
 
 HOST_SHARE = 0.8
 """Share of the host's memory for plans: the rest is for the process, and for building the model."""
@@ -37,7 +38,8 @@ def profile(work: Work, out: Path) -> dict[str, Any]:
     Limit(work).before_building()
     source = load_source(work.model)
     model = built(source, work, device=device)
-    batches = source.batches(
+    batches = batches_of(
+        source,
         batch_size=work.batch_size,
         seq_len=work.seq_len,
         dtype=work.dtype,

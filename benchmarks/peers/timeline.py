@@ -20,6 +20,7 @@ from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.recording import Event, Recording, write_recording
 from protrain_runtime.contract.records import read_plan, read_profile
 from protrain_runtime.diagnostics.matching import keeps_everything
+from tests.support.estimates import batches_of
 
 NUM_WORST = 5
 
@@ -34,7 +35,8 @@ def timeline(work: Work, profile: Path, out: Path) -> dict[str, Any]:
     limit.before_building()
     source = load_source(work.model)
     model = built(source, work, device=device)
-    batches = source.batches(
+    batches = batches_of(
+        source,
         batch_size=work.batch_size,
         seq_len=work.seq_len,
         dtype=work.dtype,

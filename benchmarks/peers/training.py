@@ -23,6 +23,7 @@ from protrain_runtime.devices.device import out_of_memory
 from protrain_runtime.devices.preflight import NoRoomError
 from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.model.prepared import parameter_values
+from tests.support.estimates import batches_of
 
 
 def train(work: Work, adapter: str) -> dict[str, Any]:
@@ -36,7 +37,8 @@ def train(work: Work, adapter: str) -> dict[str, Any]:
         torch.set_num_threads(work.threads)
     source = load_source(work.model)
     # Loads the model's code: a limit that refuses libraries says nothing about training.
-    batches = source.batches(
+    batches = batches_of(
+        source,
         batch_size=work.batch_size,
         seq_len=work.seq_len,
         dtype=work.dtype,

@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from multiprocessing import active_children
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 from protrain_plan.checking.reviewed import leads_out, refuse_outside
 from protrain_plan.hardware.catalogue import load_hardware
@@ -124,14 +123,6 @@ def missing(workload: Workload) -> str | None:
     return None
 
 
-def _is_here(name: str) -> bool:
-    """Return whether the named configuration can be read again; factories have none.
-
-    A file outside the repository cannot be changed by it: the recorded one counts.
-    """
-    return name in preset_names() or (os.path.exists(name) and leads_out(name) is None)  # noqa: PTH110
-
-
 def said(error: BaseException) -> str:
     """Return an error's words on one line, with the user's line that raised it, without the fix."""
     if isinstance(error, ProtrainError):
@@ -163,15 +154,13 @@ def reestimated(
     that. Paths and modules count from the working directory.
     """
     workload, machine = profile.workload, on or profile.hardware
-    names = ("dtype", "seed", "precision", "adapter", "quantize")
-    options: dict[str, Any] = {name: getattr(workload, name) for name in names}
     try:
         from protrain_plan.models.sources import load_source
         from protrain_plan.profiling.estimated import tallies
         from protrain_runtime.diagnostics.matching import model_fingerprint
 
         source = load_source(workload.model, model_config=config)
-        fingerprint = model_fingerprint(source.build(device="meta", **options))
+        fingerprint = model_fingerprint(source.build(workload, device="meta"))
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a model's code may fail in any way)
         return Broken(reason=said(error))
     tell(fingerprint)
@@ -181,13 +170,10 @@ def reestimated(
     try:
         (found,) = tallies(
             source,
-            batch_size=workload.batch_size,
-            seq_len=workload.seq_len,
-            compile=workload.compile,
+            workload,
             optimizer=profile.optimizer.name,
             allow=profile.allowed,
             machines=[_rated(machine)],
-            **options,
         )
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return _not_estimated(error, profile, machine)
@@ -353,12 +339,15 @@ def question_of(profile: Profile) -> tuple[EstimateRequest | None, str]:
     A preset and a configuration's file are read anew; where the file is gone, it is the recorded
     one. ProtrainError where a file holds none.
     """
-    workload = profile.workload
-    if _is_here(workload.model) or not workload.model_config:
-        if workload.model not in preset_names():
-            refuse_outside(workload.model.partition(":")[0])
-        config = read_config(workload.model)
+    workload, name = profile.workload, profile.workload.model
+    # A file outside the repository cannot be changed by it: the recorded one counts.
+    is_here = os.path.exists(name) and leads_out(name) is None  # noqa: PTH110
+    if name in preset_names():
+        config = read_config(name)
+    elif is_here or not workload.model_config:
+        refuse_outside(name.partition(":")[0])
+        config = read_config(name)
     else:
-        config = parse_config(workload.model_config, where=workload.model)
+        config = parse_config(workload.model_config, where=name)
     text = "" if config is None else json.dumps(config, sort_keys=True, separators=(",", ":"))
     return EstimateRequest.of(workload, profile.optimizer.name, config, profile.allowed), text

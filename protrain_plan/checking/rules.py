@@ -15,13 +15,7 @@ from typing import Any, TypeVar, get_args
 from protrain_plan.checking.budgets import MachineBudget
 from protrain_plan.checking.diffing import UnitGrowth, growth_in_words
 from protrain_plan.checking.plan_files import Case, Files, line_of, opened, search
-from protrain_plan.checking.plan_on_machine import (
-    Machines,
-    Model,
-    PlanOnMachine,
-    misfit,
-    predicted,
-)
+from protrain_plan.checking.plan_on_machine import Machines, Model, PlanOnMachine, misfit, predicted
 from protrain_plan.checking.reestimate import Broken, Look, Unavailable
 from protrain_plan.hardware.catalogue import hardware_names
 from protrain_plan.planning.search.choices import min_memory
@@ -206,12 +200,10 @@ def pln001(model: Model) -> Verdict:
     case = model.case
     if (problem := misfit(case.plan, case.profile)) is not None:
         return Failed(problem=problem, key="units", fix=plan_again(case))
-    if case.plan.model_fingerprint != case.profile.model_fingerprint:
-        problem = "the plan and its profile name different models"
-        return Failed(problem=problem, key="model_fingerprint", fix=plan_again(case))
-    if case.plan.workload != case.profile.workload:
-        problem = "the plan and its profile name different workloads"
-        return Failed(problem=problem, key="workload", fix=plan_again(case))
+    for key, what in (("model_fingerprint", "model"), ("workload", "workload")):
+        if getattr(case.plan, key) != getattr(case.profile, key):
+            problem = f"the plan and its profile name different {what}s"
+            return Failed(problem=problem, key=key, fix=plan_again(case))
     return Passed(found=f"{len(case.plan.units)} units")
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from protrain_plan.commands.answering import BestBatch, Fitting
 from protrain_plan.commands.measuring import ProfileRequest, Progress, estimated
 from protrain_plan.commands.option_records import BudgetOptions
-from protrain_plan.commands.staging import SIZES, Staged, Staging, staged_on
+from protrain_plan.commands.staging import SIZES, Staged, staged_answer, staged_on
 from protrain_plan.hardware.offers import MachineOffer
 from protrain_plan.isolated.pool import answers_of
 from protrain_plan.planning.questions.answers import Answer, Quantity, Question
@@ -84,10 +84,10 @@ class Cells:
         have what is set.
         """
         if self.stages is not None:
-            staged, find = self.staged(progress), Staging(kept=self.kept).answer
+            find = partial(staged_answer, self.kept)
             return [
                 [_cell(*at, question=one.base, answer=partial(find, one), others=one.others)]
-                for at, one in zip(self._every, staged, strict=True)
+                for at, one in zip(self._every, self.staged(progress), strict=True)
             ]
         if self.global_batch is not None:
             questions = self._best(progress, self.global_batch)
@@ -234,13 +234,12 @@ class Cells:
             for (row, _), one in zip(self._every, found[:: len(self.values)], strict=True)
         ]
         profiles = self._profiles(requests, progress, {})
-        each = [profile for profile in profiles for _ in self.values]
-
-        def changed(question: Question, profile: Profile) -> Question:
-            return replace(question, profile=replace(profile, hardware=question.profile.hardware))
-
-        pairs = zip(found, each, strict=True)
-        return [changed(one.cell.question, profile) for one, profile in pairs]
+        each = (profile for profile in profiles for _ in self.values)
+        asked_of = [one.cell.question for one in found]
+        return [
+            replace(question, profile=replace(profile, hardware=question.profile.hardware))
+            for question, profile in zip(asked_of, each, strict=True)
+        ]
 
     def _beside_8_bits(
         self, found: Sequence[Tried], lighter: Sequence[Question], progress: Progress

@@ -102,19 +102,11 @@ class ProfileRequest:
         """Return the arguments of measuring and estimating; ProtrainError for what is unknown."""
         from protrain_plan.models.optimizers import optimizer_factory, optimizer_named
 
-        optimizer, workload = optimizer_named(self.optimizer, self.optimizer_args), self.workload
-        optimizer_factory(optimizer)  # refuse a wrong name at once
+        named = optimizer_named(self.optimizer, self.optimizer_args)
+        optimizer_factory(named)  # refuse a wrong name at once
         return {
-            "batch_size": workload.batch_size,
-            "seq_len": workload.seq_len,
-            "dtype": workload.dtype,
-            "precision": workload.precision,
-            "adapter": workload.adapter,
-            "quantize": workload.quantize,
-            "compile": workload.compile,
-            "optimizer": optimizer,
+            "optimizer": named,
             "allow": self.allow,
-            "seed": workload.seed,
             "text": self.text,
             "progress": progress,
         }
@@ -152,7 +144,7 @@ def estimated(
         if (lacking := [machine for machine in machines if (request, machine) not in found])
     }
     jobs = processes_at_once(len(missing), jobs) if all(questions.values()) else 1
-    estimate = partial(_estimated, progress=progress if jobs == 1 else _unheard)
+    estimate = partial(_estimated, progress=progress if jobs == 1 else None)
     with answers_of(estimate, list(missing.items()), jobs=jobs) as made:
         for number, (request, tallies) in enumerate(zip(missing, made, strict=True), 1):
             question = questions[request]
@@ -170,22 +162,18 @@ def estimated(
     return [[profile(request, machine) for machine in machines] for request in requests]
 
 
-def _unheard(_: str, __: float) -> None:
-    pass
-
-
 def _estimated(
-    asked: tuple[ProfileRequest, Sequence[Hardware]], progress: Progress
+    asked: tuple[ProfileRequest, Sequence[Hardware]], progress: Progress | None
 ) -> "list[Tally]":
     request, machines = asked
     with collected_seldom():
         from protrain_plan.models.sources import load_source
         from protrain_plan.profiling.estimated import tallies
 
-        options = request.options(progress)
+        options = request.options(progress or (lambda *_: None))
         source = load_source(request.workload.model)
         with explained(lambda: ""):
-            return tallies(source, machines=machines, **options)
+            return tallies(source, request.workload, machines=machines, **options)
 
 
 def measured(request: ProfileRequest, progress: Progress) -> Profile:
@@ -226,6 +214,7 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
         ):
             found = measure(
                 source,
+                request.workload,
                 device=where,
                 num_steps=request.steps,
                 spill_directory=directory,

@@ -26,8 +26,6 @@ from protrain_plan.commands.options import (
     PointsOption,
     choice,
     leaves_named,
-    machine_names,
-    model_names,
     on_command_line,
     refuse,
     refuse_batches,
@@ -265,7 +263,6 @@ class ModelOptions:
 
     on: str | None = option(
         "Estimate the profile for this machine: a catalogue name or a YAML file.",
-        autocompletion=machine_names,
     )
     seq_len: int | None = option("Tokens per sequence. Default: 2048.", min=1)
     batch_size: int | None = option("Sequences per batch. Default: 1.", min=1)
@@ -273,11 +270,6 @@ class ModelOptions:
         "Sequences per update over all devices: finds the best micro-batches.", min=1
     )
     no_cache: NoCacheOption = False
-
-    @property
-    def sizes(self) -> tuple[list[int], list[int]]:
-        """Its lengths and batches, one of each."""
-        return [self.seq_len or SEQ_LEN], [self.batch_size or 1]
 
     def cells(
         self,
@@ -320,7 +312,6 @@ ProfileArgument = Annotated[
     typer.Argument(
         help="A profile; with --on, a model or a trainer's file, as in fit.",
         show_default=False,
-        autocompletion=model_names,
     ),
 ]
 
@@ -392,7 +383,8 @@ def plan(
     group = devices.on(machine)
     settings, cells = step.on(settings, group), None
     if model.on is not None:
-        [request] = workload.requests(named, *model.sizes, allow=allow, beside=frozen)
+        sizes = [model.seq_len or SEQ_LEN], [model.batch_size or 1]
+        [request] = workload.requests(named, *sizes, allow=allow, beside=frozen)
         cells = model.cells(Row(request=request, step=settings), machine, group, budgets, staged)
     subject = _Subject(
         record=record,

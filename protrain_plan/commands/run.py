@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -17,7 +17,6 @@ from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.commands.launched import Launched
-    from protrain_plan.commands.measuring import Progress
     from protrain_plan.commands.training import Run
     from protrain_runtime.contract.program.memory import Excess
     from protrain_runtime.contract.records.plan import Plan
@@ -83,51 +82,11 @@ class RunOptions:
 
     def limit_memory(self) -> None:
         """Cap this process's memory at `--memory-limit`."""
-        if self.memory_limit is None:
-            return
-        most = size("--memory-limit", self.memory_limit, 0)
-        try:
+        if self.memory_limit is not None:
             import resource
-        except ImportError as error:
-            raise ProtrainError("needs Linux", key="--memory-limit") from error
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
-    def trained(
-        self,
-        plan: "Plan",
-        report: "Progress",
-        *,
-        plain: bool,
-        compared: bool = False,
-        **more: Any,
-    ) -> "Run":
-        """Train; of a run that is `compared` only losses and parameters count."""
-        from protrain_plan.commands.training import NO_CHECKPOINTS, Checkpoints, train
-
-        label = "plain" if plain else "planned"
-        checkpoints = Checkpoints(resume=self.resume, directory=self.save, every=self.save_every)
-
-        def on_step(step: int, loss: float) -> None:
-            done = f"step {step + 1} of {self.steps}, loss {loss:.4f}"
-            report(f"{label}: {done}", (step + 1) / self.steps)
-
-        report(f"{label}: preparing", 0.0)
-        return train(
-            plan,
-            num_steps=self.steps,
-            plain=plain,
-            text=self.text,
-            spill_directory=self.spill_directory,
-            check=None if plain else self.asked,
-            recorded=self.recording is not None and not plain,
-            on_step=on_step,
-            checkpoints=NO_CHECKPOINTS if compared else checkpoints,
-            device=self.device,
-            measured=not compared,
-            compared=compared,
-            weights=self.weights,
-            **more,
-        )
+            most = size("--memory-limit", self.memory_limit, 0)
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
     def overruns(
         self, plan: "Plan", result: "Run", profile: "Callable[[], Profile | None]"
@@ -177,7 +136,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         target = destination(options.recording, option="--record", inputs=read)
     options.limit_memory()
     # All is loaded before what was freed is returned, as in the process that measured.
-    import protrain_plan.commands.training  # noqa: F401
+    from protrain_plan.commands.training import train
     from protrain_runtime.devices.memory_meter import return_freed_memory
 
     if not is_accelerator(record.workload.device):
@@ -193,9 +152,9 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         nullcontext() if who is None else who.joined(record.workload.device),
         progress(quiet=as_json, threaded=False, rank=rank) as report,
     ):
-        train = partial(options.trained, record, report, rank=rank, profile=beside)
-        result = train(plain=options.plain)
-        reference = train(plain=True, compared=True) if options.verify else None
+        trained = partial(train, record, options, report=report, rank=rank, profile=beside)
+        result = trained(plain=options.plain)
+        reference = trained(plain=True, compared=True) if options.verify else None
     if rank > 0:  # one speaks for all
         return
     overruns = options.overruns(record, result, beside)

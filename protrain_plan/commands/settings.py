@@ -92,7 +92,8 @@ def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: st
             )
         if name in OPTIONS:
             parts = [values] if name in WITH_COMMAS else values.split(",")
-            found = tuple(_option(context, name, part.strip()) for part in parts)
+            read = _parameter(context, name).process_value  # as the command line reads it
+            found = tuple(read(context, part.strip()) for part in parts)
             given[name] = tuple(dict.fromkeys((*given.get(name, ()), *found)))
         else:
             given[name] = tuple(sorted({*given.get(name, ()), *_numbers(option, name, values)}))
@@ -105,11 +106,6 @@ def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: st
 
 def _parameter(context: typer.Context, name: str) -> Any:
     return next(one for one in context.command.params if f"--{name}" in one.opts)
-
-
-def _option(context: typer.Context, name: str, text: str) -> Any:
-    """Return an option's value, as the command line reads it."""
-    return _parameter(context, name).process_value(context, text)
 
 
 def _numbers(option: str, name: str, text: str) -> list[float]:

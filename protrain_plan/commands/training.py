@@ -8,11 +8,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
-from protrain_plan.models.optimizers import OptimizerFactory, optimizer_factory
+from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.profiling.compiling import (
     compilation_since,
@@ -48,34 +49,17 @@ from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.diagnostics.recording import Recorder, measure_step, record
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device, parameter_values
-from protrain_runtime.preparation import Check, compile_blocks, prepare
+from protrain_runtime.preparation import compile_blocks, prepare
 from protrain_runtime.ranks.group import check_ranks
-from protrain_runtime.states.absent import (
-    absent_parameters,
-    give_places,
-    without_parameters,
-)
+from protrain_runtime.states.absent import absent_parameters, give_places, without_parameters
 from protrain_runtime.states.host_steps import stepping_as
-from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.quantized import pack_absent
+
+if TYPE_CHECKING:
+    from protrain_plan.commands.run import RunOptions
 
 CLIP_NORM = 1.0
 """Norm that gradients are clipped to, under plans that leave room for it."""
-
-OnStep = Callable[[int, float], None]
-"""Called after every step with its number and its loss."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoints:
-    """Folders to resume from and to save to: every so many steps, and after the last one."""
-
-    resume: Path | None = None
-    directory: Path | None = None
-    every: int | None = None
-
-
-NO_CHECKPOINTS = Checkpoints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,43 +89,34 @@ class Run:
 
 def train(
     plan: Plan,
+    options: "RunOptions",
     *,
-    num_steps: int,
     plain: bool,
-    text: Path | None,
-    spill_directory: Path | None,
-    check: Check | None = None,
-    recorded: bool = False,
-    on_step: OnStep = lambda *_: None,
-    checkpoints: Checkpoints = NO_CHECKPOINTS,
+    compared: bool = False,
+    report: Callable[[str, float], None] = lambda *_: None,
     rank: int = 0,
     profile: Callable[[], Profile | None] = lambda: None,
-    device: torch.device | str | None = None,
-    measured: bool = True,
-    compared: bool = False,
-    weights: Path | None = None,
 ) -> Run:
-    """Build the plan's model and train it until `num_steps` are done; `plain`: plain PyTorch.
-
-    Values are random, or from `weights`, a folder of safetensors files.
+    """Build the plan's model and train it until all steps are done; `plain`: plain PyTorch.
 
     A resumed run computes what an unbroken one would have. The loss of a step is the mean of the
     plan's micro-batches; where the plan updates after backward, gradients are clipped to CLIP_NORM.
-    `profile` finds the plan's profile, to say what was planned when memory runs out. A `recorded`
-    run has times of the last step but one, and bytes of the last. With several devices this is rank
-    `rank`, and `plain` is DistributedDataParallel. Without `measured` no bytes are counted. A plain
-    run that is `compared` updates the plan's host-updated parameters on the host, too. Raises
-    ProtrainError if the model cannot be built, the plan is for another model, memory runs out, or a
-    checkpoint cannot be read or written.
+    `profile` finds the plan's profile, to say what was planned when memory runs out. A recorded run
+    has times of the last step but one, and bytes of the last. With several devices this is rank
+    `rank`, and `plain` is DistributedDataParallel. A run that is `compared` has no checkpoints, and
+    no bytes are counted; a plain one then updates the plan's host-updated parameters on the host.
+    Raises ProtrainError if the model cannot be built, the plan is for another model, memory runs
+    out, or a checkpoint cannot be read or written.
     """
-    workload = plan.workload
-    if plain and rank > 0:
-        checkpoints = replace(checkpoints, directory=None)  # all ranks have what rank 0 saves
-    if checkpoints.directory is not None and rank == 0:  # only one may look at a time
-        check_writable(checkpoints.directory)
+    workload, weights = plan.workload, options.weights
+    report(f"{_kind(plain)}: preparing", 0.0)
+    # All ranks have what rank 0 saves.
+    save_to = None if compared or (plain and rank > 0) else options.save
+    if save_to is not None and rank == 0:  # only one may look at a time
+        check_writable(save_to)
     source = load_source(workload.model, model_config=workload.model_config)
-    factory = optimizer_factory(plan.optimizer)
-    device = devices.found(workload.device if device is None else str(device))
+    factory = optimizer_factory(plan.optimizer)  # refuse a wrong name at once
+    device = devices.found(options.device or workload.device)
     if device.type != workload.device:
         raise ProtrainError(
             f"the plan is for a device of type '{workload.device}', and '{device}' is none",
@@ -159,12 +134,11 @@ def train(
             else "plan with a smaller --device-memory than the limit, and run that plan"
         ),
     ):
-        of_model = ("dtype", "precision", "adapter", "quantize", "seed")
-        build = partial(source.build, **{name: getattr(workload, name) for name in of_model})
+        build = partial(source.build, workload)
         several = plain and plan.group.num_devices > 1
         optimizer: torch.optim.Optimizer
         if plain:
-            model, optimizer = _plainly(plan, build, factory, device, weights, compared=compared)
+            model, optimizer = _plainly(plan, build, device, weights, compared=compared)
             if several:
                 check_ranks(plan, None)
         else:
@@ -173,58 +147,47 @@ def train(
                 plan,
                 weights=weights,
                 optimizer=factory,
-                spill_directory=spill_directory,
-                check=check,
+                spill_directory=options.spill_directory,
+                check=options.asked,
                 watch=False,  # the last step is measured
             )
-        batches = _batches(plan, source, device, text, rank=rank, num_steps=num_steps)
+        batches = _batches(plan, source, device, options, rank=rank)
         torch.manual_seed(workload.seed + rank)  # of dropout
         trainer = _Trainer(
             plan=plan,
             model=model,
             call=DistributedDataParallel(model) if several else model,
             optimizer=optimizer,
-            checkpoints=checkpoints,
-            training=_training(plan, text),
-            recorded=recorded,
-            measured=measured,
+            options=options,
+            save_to=save_to,
+            training=_training(plan, options.text),
+            plain=plain,
+            compared=compared,
         )
         with (
             compiled_whole() if several and workload.compile else nullcontext(),
             explain_memory(model, profile),
         ):
-            return trainer.run(batches, num_steps, on_step)
-
-
-def _with_weights(
-    make_model: Callable[[], nn.Module], directory: Path, device: torch.device
-) -> nn.Module:
-    """The function's model with a folder's values, whole on the device: without a plan.
-
-    To compare a planned model with, which has the same values. ProtrainError as of `prepare`.
-    """
-    with without_parameters():
-        model = make_model()
-    absent = absent_parameters(model)
-    pack_absent(model)
-    give_places(model, device, set())
-    Weights(directory, absent).fill(model, None)
-    return model
+            return trainer.run(batches, report)
 
 
 def _plainly(
     plan: Plan,
     build: Callable[..., nn.Module],
-    factory: OptimizerFactory,
     device: torch.device,
     weights: Path | None,
     *,
     compared: bool,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and optimizer of ordinary PyTorch."""
-    here = partial(build, device=device)
-    model = here() if weights is None else _with_weights(here, weights, device)
-    make = with_master_weights(factory) if plan.workload.precision == "master" else factory
+    """The model and optimizer of ordinary PyTorch, whole on the device."""
+    with nullcontext() if weights is None else without_parameters():
+        model = build(device=device)
+    if weights is not None:  # the values of a planned model that it is compared with
+        absent = absent_parameters(model)
+        pack_absent(model)
+        give_places(model, device, set())
+        Weights(weights, absent).fill(model, None)
+    make = optimizer_factory(plan.optimizer, plan.workload.precision)
     if compared:
         make = stepping_as(plan, model, make)
     optimizer = make(p for p in model.parameters() if p.requires_grad)
@@ -262,16 +225,13 @@ def _batches(
     plan: Plan,
     source: ModelSource,
     device: torch.device,
-    text: Path | None,
+    options: "RunOptions",
     *,
     rank: int,
-    num_steps: int,
 ) -> Iterator[Batch]:
     """Return the batches of a rank, out of all that so many steps need."""
-    of_batches = ("batch_size", "seq_len", "dtype", "precision", "seed")
-    sizes = {name: getattr(plan.workload, name) for name in of_batches}
-    batches = source.batches(device=device, text=text, **sizes)
-    needed = num_steps * plan.settings.micro_batches * plan.group.num_devices
+    batches = source.batches(plan.workload, text=options.text, device=device)
+    needed = options.steps * plan.settings.micro_batches * plan.group.num_devices
     batches = _enough(batches, needed, source=plan.workload.model)
     return islice(batches, rank, None, plan.group.num_devices)
 
@@ -293,24 +253,20 @@ def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[B
 
 def _training(plan: Plan, text: Path | None) -> dict[str, object]:
     """Return what a run computes, however it is planned: it has to be a checkpoint's own."""
-    workload = plan.workload
-    return {
-        "model": workload.model,
-        "model_config": workload.model_config,
-        "adapter": workload.adapter,
-        **({"quantize": workload.quantize} if workload.quantize else {}),
-        **({"compile": workload.compile} if workload.compile else {}),
-        "dtype": workload.dtype,
-        "precision": workload.precision,
-        "batch_size": workload.batch_size,
-        "seq_len": workload.seq_len,
-        "seed": workload.seed,
-        "optimizer": plan.optimizer,
-        "updates": plan.settings.updates,
-        "micro_batches": plan.settings.micro_batches,
-        **({"num_devices": plan.group.num_devices} if plan.group.num_devices > 1 else {}),
-        "text": "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest(),
-    }
+    names = (
+        *("model", "model_config", "adapter", "quantize", "compile", "dtype", "precision"),
+        *("batch_size", "seq_len", "seed"),
+    )
+    found = {name: getattr(plan.workload, name) for name in names}
+    found |= {"optimizer": plan.optimizer, "updates": plan.settings.updates}
+    found |= {"micro_batches": plan.settings.micro_batches, "num_devices": plan.group.num_devices}
+    found["text"] = "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest()
+    left_out = {"quantize": "", "compile": "", "num_devices": 1}  # keys that came later
+    return {name: value for name, value in found.items() if value != left_out.get(name)}
+
+
+def _kind(plain: bool) -> str:
+    return "plain" if plain else "planned"
 
 
 @dataclass(kw_only=True)
@@ -319,37 +275,41 @@ class _Trainer:
     model: nn.Module
     call: nn.Module  # the model, or what runs it on several devices
     optimizer: torch.optim.Optimizer
-    checkpoints: Checkpoints
+    options: "RunOptions"
+    save_to: Path | None
     training: Mapping[str, object]
-    recorded: bool
-    measured: bool
+    plain: bool
+    compared: bool
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     peak: TierBytes | None = None
     slots: tuple[int, ...] = ()
 
-    def run(self, batches: Iterator[Batch], num_steps: int, on_step: OnStep) -> Run:
-        first, compiled_before = self._resume(batches, num_steps), compiled_so_far()
+    def run(self, batches: Iterator[Batch], report: Callable[[str, float], None]) -> Run:
+        num_steps, every = self.options.steps, self.options.save_every
+        first, compiled_before = self._resume(batches), compiled_so_far()
+        records = self.options.recording is not None and not self.plain
         recorder: Recorder | None = None
         last_timed = max(num_steps - 2, first)
         for step in range(first, num_steps):
             micro_batches = list(islice(batches, self.plan.settings.micro_batches))
-            if self.measured and first < step == num_steps - 1:
+            if not self.compared and first < step == num_steps - 1:
                 # The last one: what a memory meter leaves behind would count in steps after it.
                 self._measured_step(micro_batches)
             else:
                 with ExitStack() as recorded:
-                    if self.recorded and step == last_timed:
+                    if records and step == last_timed:
                         recorder = recorded.enter_context(record(self.model))
                     start = time.perf_counter()
                     self._step(micro_batches)
                     self.seconds.append(time.perf_counter() - start)
-            on_step(step, self.losses[-1])
-            done, kept = step + 1, self.checkpoints
-            is_due = done == num_steps or (kept.every is not None and done % kept.every == 0)
-            if kept.directory is not None and is_due:
+            done = step + 1
+            said = f"step {done} of {num_steps}, loss {self.losses[-1]:.4f}"
+            report(f"{_kind(self.plain)}: {said}", done / num_steps)
+            is_due = done == num_steps or (every is not None and done % every == 0)
+            if self.save_to is not None and is_due:
                 extra = {"step": done, "training": self.training}
-                save(self.model, self.optimizer, kept.directory, extra=extra)
+                save(self.model, self.optimizer, self.save_to, extra=extra)
         return Run(
             first_step=first,
             losses=tuple(self.losses),
@@ -361,10 +321,10 @@ class _Trainer:
             compilation=compilation_since(compiled_before),
         )
 
-    def _resume(self, batches: Iterator[Batch], num_steps: int) -> int:
+    def _resume(self, batches: Iterator[Batch]) -> int:
         """Go to where the checkpoint was written; the number of steps that were done then."""
-        directory = self.checkpoints.resume
-        if directory is None:
+        directory, num_steps = self.options.resume, self.options.steps
+        if directory is None or self.compared:
             return 0
         extra = read_extra(directory)
         done, training = extra.get("step"), extra.get("training")

@@ -31,23 +31,14 @@ class ProbeCache(Kept):
     ) -> None:
         super().__init__("probes", ("torch",), settings=_SETTINGS, off=off)
         self._directory = spill_directory
-        with suppress(OSError):  # the probe says what is wrong with the directory
+        name = "" if devices.on_host(device) else devices.name(device)
+        host = processor_name(), torch.get_num_threads(), host_memory_bytes()
+        disk = 0
+        try:
             disk = spill_directory.stat().st_dev
-            self._question = repr(
-                (
-                    processor_name(),
-                    torch.get_num_threads(),
-                    host_memory_bytes(),
-                    str(device),
-                    "" if devices.on_host(device) else devices.name(device),
-                    disk,
-                    dtype,
-                    watch,
-                )
-            )
-            return
-        self._folder = None  # nothing is kept
-        self._question = ""
+        except OSError:  # the probe says what is wrong with the directory
+            self._folder = None  # nothing is kept
+        self._question = repr((*host, str(device), name, disk, dtype, watch))
 
     def machine(self) -> Hardware | None:
         """The machine as it was probed, with the room that its disk has now; None if unknown."""

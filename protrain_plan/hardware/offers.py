@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -71,8 +71,7 @@ class _Said(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     link: dict[str, Any] | UnsetType = UNSET
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
+class _Option(NamedTuple):
     """Something to choose, with what it adds to the price."""
 
     words: str

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from protrain_plan.hardware.kernels import Attention, Product
+from protrain_plan.hardware.kernels import Attention, Product, Work
 from protrain_plan.hardware.operators import HALF, INT8_PRODUCT, PACKED_PRODUCT
-from protrain_plan.hardware.work import Work, WorkLog
 from protrain_runtime.activations.trees import named, tensors_in
+from protrain_runtime.contract.records.hardware import Rates
 from protrain_runtime.devices.memory_meter import storage_bytes
 
 aten = torch.ops.aten
@@ -43,14 +43,22 @@ _LONG_ROW = 2**16
 """Bytes of a row from which on a softmax reads it again for each of its passes."""
 
 
-class OperatorLog(WorkLog):
-    """The work of operators that run. The tensors may be fake."""
+class OperatorLog:
+    """The work of operators that run, between marks. The tensors may be fake."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.slots: list[list[Work]] = []  # one per mark
         # Dropout on a CPU draws a mask, divides it and multiplies by it. On an accelerator all of
         # this is one kernel (fused_dropout_kernel, Dropout.cu).
         self._mask: Callable[[], Tensor | None] = lambda: None
+
+    def mark(self) -> None:
+        """Begin the next list, to which belongs what runs from here on."""
+        self.slots.append([])
+
+    def seconds(self, rates: Rates) -> list[float]:
+        """The estimate for every mark."""
+        return [sum(work.seconds(rates) for work in slot) for slot in self.slots]
 
     def note(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object

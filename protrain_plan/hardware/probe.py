@@ -29,6 +29,7 @@ from torch import distributed
 from protrain_plan.hardware.speeds import (
     Overheads,
     PinnedLink,
+    Stepped,
     contention,
     in_worker,
     kept_fraction,
@@ -156,8 +157,8 @@ def _below(
             pinned = PinnedLink(device)
             host = Tier(name="host", capacity_bytes=host_memory_bytes(), link=pinned.measured())
             progress("measuring how transfers slow compute", 0.6)
-            with contextlib.closing(update_team(device)) as team:
-                update = lane_update(dtype, team)
+            with contextlib.closing(update_team(device, Stepped(dtype))) as team:
+                update = lane_update(Stepped(dtype), team)
                 ways = (pinned.read, pinned.write)
                 kept = [contention(compute, each, num_rounds=1) for each in ways]
                 kept.append(contention(compute, update, num_rounds=1, num_threads=team.inside))
@@ -169,7 +170,7 @@ def _below(
         overheads = measure_overheads(directory)
         progress("measuring how transfers slow compute", 0.3)
         link = replace(link, latency_s=overheads.transfer_s)
-        lanes = (reads.read, writes.write, update_step(dtype, device=device))
+        lanes = (reads.read, writes.write, update_step(Stepped(dtype), device=device))
         kept = [contention(compute, lane) for lane in lanes]
     with _files(directory, device, cached=True) as (reads, writes):
         progress("measuring the disk through the page cache", 0.6)

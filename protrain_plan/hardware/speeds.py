@@ -15,14 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
 from protrain_plan.models.building import parameter_dtype
-from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
+from protrain_plan.models.optimizers import (
+    DEFAULT_OPTIMIZER,
+    OptimizerFactory,
+    optimizer_factory,
+)
 from protrain_runtime import prepare, record, restore
 from protrain_runtime.contract.records.hardware import Contention, Link, Rates, TierName
 from protrain_runtime.contract.records.plan import (
@@ -63,13 +67,24 @@ _WINDOW_S = 0.15
 _TOKENS, _COMPUTE_WIDTH = 256, 768  # a small model's: a few ms on two cores, so windows hold many
 
 
+class Stepped(NamedTuple):
+    """How parameters are trained: in which dtype and precision, and by which optimizer."""
+
+    dtype: DType
+    optimizer: str = DEFAULT_OPTIMIZER
+    precision: Precision = "pure"
+
+    @property
+    def stored(self) -> torch.dtype:
+        return parameter_dtype(self.dtype, self.precision)
+
+    @property
+    def factory(self) -> OptimizerFactory:
+        return optimizer_factory(self.optimizer, self.precision)
+
+
 def update_speeds(
-    dtype: DType,
-    shapes: Sequence[torch.Size],
-    *,
-    device: torch.device | str = "cpu",
-    optimizer: str = DEFAULT_OPTIMIZER,
-    precision: Precision = "pure",
+    stepped: Stepped, shapes: Sequence[torch.Size], *, device: torch.device | str = "cpu"
 ) -> tuple[float, float]:
     """Parameters per second that one step updates: (in the update lane, on the device).
 
@@ -87,25 +102,17 @@ def update_speeds(
     alike = [smaller(shape, most) for shape in shapes[::every]] or [torch.Size([most])]
 
     def seconds(shapes: Sequence[torch.Size]) -> float:
-        return median_seconds(
-            update_step(dtype, shapes, device=device, optimizer=optimizer, precision=precision)
-        )
+        return median_seconds(update_step(stepped, shapes, device=device))
 
     taken, launching = seconds(alike), seconds([torch.Size([1])]) if beside else 0.0
     speed = sum(shape.numel() for shape in alike) / max(taken - launching, taken / 2**5)
-    rules = UpdateRules(optimizer_factory(optimizer, precision))
-    if all(rules.of(parameter_dtype(dtype, precision), shape).reason for shape in alike):
+    rules = UpdateRules(stepped.factory)
+    if all(rules.of(stepped.stored, shape).reason for shape in alike):
         return speed, speed
-    return host_update_speed(dtype, device=device, optimizer=optimizer, precision=precision), speed
+    return host_update_speed(stepped, device=device), speed
 
 
-def host_update_speed(
-    dtype: DType,
-    *,
-    device: torch.device | str = "cpu",
-    optimizer: str = DEFAULT_OPTIMIZER,
-    precision: Precision = "pure",
-) -> float:
+def host_update_speed(stepped: Stepped, *, device: torch.device | str = "cpu") -> float:
     """Parameters per second that the update lane updates in host memory.
 
     What runs is the runtime's own: a chunk in host memory, the ranges and the threads that a plan
@@ -115,10 +122,8 @@ def host_update_speed(
     here = found(str(device))
     beside = not on_host(here)
     num_parameters = _UPDATE_PARAMETERS * (_TIMES_BESIDE_ACCELERATOR if beside else 1)
-    with closing(update_team(here, optimizer, precision)) as team:
-        update = lane_update(
-            dtype, team, num_parameters=num_parameters, optimizer=optimizer, precision=precision
-        )
+    with closing(update_team(here, stepped)) as team:
+        update = lane_update(stepped, team, num_parameters=num_parameters)
 
         def seconds() -> float:
             return in_worker(lambda: median_seconds(update), num_threads=team.inside)
@@ -133,32 +138,25 @@ def host_update_speed(
             return num_parameters / result.result()
 
 
-def update_team(
-    device: torch.device,
-    optimizer: str = DEFAULT_OPTIMIZER,
-    precision: Precision = "pure",
-) -> UpdateTeam:
+def update_team(device: torch.device, stepped: Stepped) -> UpdateTeam:
     """The threads that a plan on `device` has for the optimizer's steps in host memory."""
-    made = optimizer_factory(optimizer, precision)([{"params": [nn.Parameter(torch.zeros(1))]}])
+    made = stepped.factory([{"params": [nn.Parameter(torch.zeros(1))]}])
     return UpdateTeam(spare_threads(device), by_lines=updates_by_lines(made))
 
 
 def lane_update(
-    dtype: DType,
+    stepped: Stepped,
     team: UpdateTeam,
     *,
     num_parameters: int = _UPDATE_PARAMETERS,
     num_tensors: int = 1,
-    optimizer: str = DEFAULT_OPTIMIZER,
-    precision: Precision = "pure",
 ) -> Callable[[], None]:
     """One update of a chunk in host memory of as many parameters, in equal tensors.
 
     The states, 16 bytes of float32 per parameter with AdamW, are as long as what is returned.
     """
-    stored = parameter_dtype(dtype, precision)
-    factory = in_turn(optimizer_factory(optimizer))
-    if precision == "master":
+    stored, factory = stepped.stored, in_turn(optimizer_factory(stepped.optimizer))
+    if stepped.precision == "master":
         factory = with_master_weights(factory)
     size = num_parameters // num_tensors
     values = [torch.full((size,), 0.5, dtype=stored) for _ in range(num_tensors)]
@@ -235,22 +233,16 @@ class PinnedLink:
 
 
 def update_step(
-    dtype: DType,
-    shapes: Sequence[torch.Size] = (_UPDATED,),
-    *,
-    device: torch.device | str,
-    optimizer: str = DEFAULT_OPTIMIZER,
-    precision: Precision = "pure",
+    stepped: Stepped, shapes: Sequence[torch.Size] = (_UPDATED,), *, device: torch.device | str
 ) -> Callable[[], None]:
     """One optimizer step on tensors of `shapes`; it returns when the device has ended it."""
     here = found(str(device))
-    stored = parameter_dtype(dtype, precision)
     parameters = [
-        nn.Parameter(torch.full(shape, 0.5, dtype=stored, device=here)) for shape in shapes
+        nn.Parameter(torch.full(shape, 0.5, dtype=stepped.stored, device=here)) for shape in shapes
     ]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
-    stepper = optimizer_factory(optimizer, precision)([{"params": parameters}])
+    stepper = stepped.factory([{"params": parameters}])
 
     def step() -> None:
         stepper.step()
@@ -431,7 +423,7 @@ def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
         memory_bytes_per_s=four_digits(_memory_bytes_per_s(here)),
         memory_efficiency=1.0,
         operator_s=four_digits(1 / (_CALLS * _per_second(small_products, here))),
-        host_parameters_per_s=four_digits(host_update_speed(dtype, device=here)),
+        host_parameters_per_s=four_digits(host_update_speed(Stepped(dtype), device=here)),
     )
 
 

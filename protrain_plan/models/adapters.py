@@ -109,7 +109,13 @@ def _refuse_unknown(model: nn.Module, lora: Lora, excluded: list[str], *, source
     And for one that an excluded module has.
     """
     modules = dict(model.named_modules())
-    linear = {name: module for name, module in modules.items() if _can_be_adapted(module)}
+    # GPT-2 has a class of its own for linear layers.
+    kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    linear = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, kinds) or type(module).__name__ == "Conv1D"
+    }
     if lora.targets != (ALL_LINEAR,):
         for target in lora.targets:
             if any(f".{path}".endswith(f".{target}") for path in excluded):
@@ -125,14 +131,6 @@ def _refuse_unknown(model: nn.Module, lora: Lora, excluded: list[str], *, source
         raise ProtrainError("the model has no linear layers to adapt", source=source)
     for name in lora.modules_to_save:
         _refuse_missing(name, modules, "modules", "modules_to_save", source)
-
-
-def _can_be_adapted(module: nn.Module) -> bool:
-    # GPT-2 has a class of its own for them.
-    return (
-        isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        or type(module).__name__ == "Conv1D"
-    )
 
 
 def _refuse_missing(

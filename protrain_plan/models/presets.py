@@ -47,25 +47,20 @@ class Preset:
 
 def presets() -> tuple[Preset, ...]:
     """All shipped configurations, sorted by name."""
-    return tuple(_preset(name, preset_config(name)) for name in preset_names())
-
-
-def _preset(name: str, config: JsonObject) -> Preset:
-    text = config.get("text_config", config)
-    assert isinstance(text, dict)
-    return Preset(
-        name=name,
-        num_parameters=_number(config, "_parameters"),
-        num_layers=_number(text, *_LAYERS),
-        hidden_size=_number(text, *_HIDDEN),
-        source=str(config["_source"]),
-    )
-
-
-def _number(config: JsonObject, *names: str) -> int:
-    found = next(config[name] for name in names if name in config)
-    assert isinstance(found, int)
-    return found
+    found: list[Preset] = []
+    for name in preset_names():
+        config: Any = preset_config(name)
+        text = config.get("text_config", config)
+        found.append(
+            Preset(
+                name=name,
+                num_parameters=config["_parameters"],
+                num_layers=next(text[key] for key in _LAYERS if key in text),
+                hidden_size=next(text[key] for key in _HIDDEN if key in text),
+                source=config["_source"],
+            )
+        )
+    return tuple(found)
 
 
 @cache

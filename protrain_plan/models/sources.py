@@ -6,8 +6,6 @@ leaves the global random states as they were.
 """
 
 import copy
-import importlib
-import importlib.util
 import inspect
 import json
 import re
@@ -20,10 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.parameter import is_lazy
 
 from protrain_plan.models.adapters import adapted
@@ -57,7 +52,7 @@ from protrain_plan.models.presets import (
 from protrain_plan.models.quantizing import as_made, packed_as_drawn, quantized, settled
 from protrain_runtime.activations.compiled import refuse_wrapped
 from protrain_runtime.contract.errors import ProtrainError, cut
-from protrain_runtime.contract.records.profile import DType, Precision, Quantize
+from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.contract.records.words import did_you_mean
 from protrain_runtime.devices.memory_meter import return_freed_memory
 from protrain_runtime.devices.preflight import free_host_bytes
@@ -110,24 +105,16 @@ class ConfigSource:
         """For `Workload.model_config`: compact JSON that `load_source` reads again."""
         return json.dumps(self.config, sort_keys=True, separators=(",", ":"))
 
-    def build(
-        self,
-        *,
-        dtype: DType = "float32",
-        precision: Precision = "pure",
-        adapter: str = "",
-        quantize: Quantize = "",
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ) -> nn.Module:
+    def build(self, workload: Workload, *, device: torch.device | str = "cpu") -> nn.Module:
         """The model on `device` in train mode, without a key-value cache, attention by sdpa.
 
         The weights are drawn on `device` (a CPU takes a minute for a billion of them), and those
         that are packed on the CPU; on `meta` none are drawn. ProtrainError where transformers is
         missing or refuses the configuration, dtype and precision do not go together, or the
-        adapter does not fit. `quantize` is as in `quantizing`.
+        adapter does not fit.
         """
-        stored = parameter_dtype(dtype, precision)
+        dtype, adapter, quantize = workload.dtype, workload.adapter, workload.quantize
+        stored = parameter_dtype(dtype, workload.precision)
         config, model_class = self._config_and_class()
         attention = "sdpa" if model_class._supports_sdpa else "eager"
         device = torch.device(device)
@@ -141,11 +128,13 @@ class ConfigSource:
             )
             return of_text_alone(made, model_class.__name__)
 
-        with seeded(seed), home:
+        with seeded(workload.seed), home:
             try:
                 with of_a_size(source=self.name):
                     model = (
-                        packed_as_drawn(plain, quantize, dtype=dtype, seed=seed, source=self.name)
+                        packed_as_drawn(
+                            plain, quantize, dtype=dtype, seed=workload.seed, source=self.name
+                        )
                         if quantize and not on_meta
                         else plain()
                     )
@@ -160,18 +149,10 @@ class ConfigSource:
             )
         if home != device:
             model.to(device)
-        return computing_in(model, dtype, precision).train()
+        return computing_in(model, dtype, workload.precision).train()
 
     def batches(
-        self,
-        *,
-        batch_size: int,
-        seq_len: int,
-        dtype: DType = "float32",
-        precision: Precision = "pure",
-        device: torch.device | str = "cpu",
-        text: Path | None = None,
-        seed: int = 0,
+        self, workload: Workload, *, text: Path | None = None, device: torch.device | str = "cpu"
     ) -> Iterator[Batch]:
         """Endless batches of what the architecture takes: see `inputs`.
 
@@ -180,15 +161,15 @@ class ConfigSource:
         known for the architecture, it has fewer than 256 tokens, or fewer positions than
         `seq_len`.
         """
-        stored = parameter_dtype(dtype, precision)
+        stored = parameter_dtype(workload.dtype, workload.precision)
         config, model_class = self._config_and_class()
         request = BatchRequest(
             source=self.name,
             config=config,
-            batch_size=batch_size,
-            seq_len=seq_len,
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
             text=byte_tokens(text),
-            seed=seed,
+            seed=workload.seed,
         )
         with self._explained():
             made = inputs_of(model_class.__name__, request)
@@ -217,7 +198,6 @@ class ConfigSource:
             source=self.name,
             fix="pip install transformers, or use package.module:factory",
         )
-        _read_models_once(transformers)
         refuse_numbers(self.config, source=self.name)
         # A copy: transformers writes into nested mappings, such as those of rotary embeddings.
         values = copy.deepcopy(self.config)
@@ -279,31 +259,6 @@ class ConfigSource:
         return ProtrainError(problem, source=self.name)
 
 
-def _read_models_once(transformers: ModuleType) -> None:
-    """Import `transformers.models` without reading its thousands of files again.
-
-    The package says what is in them when it is imported, and `models` finds it out again.
-    """
-    tools: Any = importlib.import_module("transformers.utils.import_utils")
-    folder, found = Path(*transformers.__path__, "models"), tools.define_import_structure
-
-    def known(path: Any, prefix: str | None = None) -> Any:
-        if prefix or Path(path) != folder / "__init__.py":
-            return found(path, prefix)
-        return {
-            backends: {
-                n.removeprefix("models."): each for n, each in of.items() if n.startswith("models.")
-            }
-            for backends, of in found(folder, prefix="models").items()  # which remembers
-        }
-
-    tools.define_import_structure = known
-    try:
-        importlib.import_module("transformers.models")
-    finally:
-        tools.define_import_structure = found
-
-
 _SHARE_OF_FREE_MEMORY = 0.5
 """For a model that is built to see its batches alone; as much may go into the batches."""
 
@@ -324,16 +279,7 @@ class FactorySource:
         self.mixed: torch.dtype | None = None
         """The dtype of most bytes in a model of several: its tensors keep their own."""
 
-    def build(
-        self,
-        *,
-        dtype: DType = "float32",
-        precision: Precision = "pure",
-        adapter: str = "",
-        quantize: Quantize = "",
-        device: torch.device | str = "cpu",
-        seed: int = 0,
-    ) -> nn.Module:
+    def build(self, workload: Workload, *, device: torch.device | str = "cpu") -> nn.Module:
         """The factory's model in train mode, with its adapter, and quantised where that is asked.
 
         Floating-point parameters and buffers are in the dtype that `precision` gives them; those
@@ -341,37 +287,33 @@ class FactorySource:
         ProtrainError where dtype and precision do not go together, the adapter does not fit, or
         the factory has quantised weights in a way that no plan can follow.
         """
-        stored = parameter_dtype(dtype, precision)
-        model, data = self._made(seed)
-        self._data = (seed, data)
-        with seeded(seed):
+        dtype, adapter, quantize = workload.dtype, workload.adapter, workload.quantize
+        stored = parameter_dtype(dtype, workload.precision)
+        model, data = self._made(workload.seed)
+        self._data = (workload.seed, data)
+        with seeded(workload.seed):
             model = as_made(model, source=self.name)
             model = model if self.mixed else moved(model, dtype=stored)
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
         model = moved(model, device=device)
         model = settled(model, dtype=stored, quantize=quantize, adapter=adapter, source=self.name)
-        return computing_in(model, dtype, precision).train()
+        return computing_in(model, dtype, workload.precision).train()
 
     def batches(
         self,
+        workload: Workload,
         *,
-        batch_size: int = 0,  # noqa: ARG002 (the signature of every source)
-        seq_len: int = 0,  # noqa: ARG002
-        dtype: DType = "float32",
-        precision: Precision = "pure",
+        text: Path | None = None,  # noqa: ARG002 (the signature of every source)
         device: torch.device | str = "cpu",
-        text: Path | None = None,  # noqa: ARG002
-        seed: int = 0,
     ) -> Iterator[Batch]:
         """The factory's batches on `device`; again from the start, unless they are an iterator.
 
         Floating-point tensors are in the dtype of the parameters, where these have one. Before
-        `build`, the factory is
-        run without memory for its model's parameters, if it can be. ProtrainError where it cannot
-        and the model would take half of the host's free memory.
+        `build`, the factory is run without memory for its model's parameters, if it can be.
+        ProtrainError where it cannot and the model would take half of the host's free memory.
         """
-        stored = parameter_dtype(dtype, precision)
+        stored, seed = parameter_dtype(workload.dtype, workload.precision), workload.seed
         if self._data is None or self._data[0] != seed:
             return_freed_memory()  # else the allocator keeps the room of parameters that are gone
             try:

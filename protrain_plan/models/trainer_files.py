@@ -8,7 +8,7 @@ say, is one error: an answer is never for something else.
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -137,10 +137,6 @@ class Format(SimpleNamespace):
     `keys` has the fact that each key states, and how its value is read.
     """
 
-    def is_of(self, keys: Collection[str]) -> bool:
-        """Whether a file with these keys may be one."""
-        return any(mark in keys for mark in self.marks)
-
     def key_of(self, fact: str) -> str | None:
         """The key that says a fact in such files."""
         return next((key for key, (stated, _) in self.keys.items() if stated == fact), None)
@@ -217,12 +213,12 @@ def _nodes(path: str) -> dict[str, Document]:
     return found
 
 
-def _format_of(path: str, keys: Collection[str]) -> Format:
+def _format_of(path: str, keys: Set[str]) -> Format:
     """The format with such keys that no other one comes before."""
     for marks, problem, fix in _TABLES["refused"]:
-        if not set(marks).isdisjoint(keys):
+        if not keys.isdisjoint(marks):
             raise ProtrainError(problem, source=path, fix=fix)
-    found = [one for one in FORMATS if one.is_of(keys)]
+    found = [one for one in FORMATS if not keys.isdisjoint(one.marks)]
     found = [one for one in found if one.rank == found[0].rank]
     if len(found) == 1:
         return found[0]
@@ -253,7 +249,7 @@ class TrainerFile:
 
     def __init__(self, path: str, *, given: Collection[str] = (), model: str | None = None) -> None:
         nodes = _nodes(path)
-        self.path, self.format, self.given = path, _format_of(path, nodes), given
+        self.path, self.format, self.given = path, _format_of(path, nodes.keys()), given
         self.facts: dict[str, Any] = dict.fromkeys(_FACTS) | self.format.assumed
         for key, value in self.format.defaults.items():
             self.facts |= self.format.read(key, value)
@@ -432,10 +428,6 @@ def _lora(file: TrainerFile) -> str | None:
     ).option
 
 
-def _quantize(file: TrainerFile) -> str | None:
-    return "nf4" if file.facts["bits4"] else "int8" if file.facts["bits8"] else None
-
-
 def _optimizer(file: TrainerFile) -> str:
     name: str = file.needed("optimizer")
     adapters = file.facts["adapters"] and not (file.format.base or file.facts["pure"])
@@ -467,7 +459,9 @@ _OPTIONS: dict[str, Callable[[TrainerFile], object]] = {
     "dtype": _dtype,
     "precision": _precision,
     "lora": _lora,
-    "quantize": _quantize,
+    "quantize": lambda file: (
+        "nf4" if file.facts["bits4"] else "int8" if file.facts["bits8"] else None
+    ),
     "optimizer": _optimizer,
     "compile": lambda file: file.facts["compile"],
     "clip": lambda file: file.facts["clip"],

@@ -23,11 +23,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.adapters import option_of
 from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.forms import FORMS
-from protrain_runtime.contract.records.plan import (
-    OPTIMIZER_IN_BACKWARD,
-    Plan,
-    UnitPlan,
-)
+from protrain_runtime.contract.records.plan import OPTIMIZER_IN_BACKWARD, Plan, UnitPlan
 from protrain_runtime.contract.records.words import listed
 
 Config = dict[str, Any]
@@ -73,17 +69,13 @@ class Switches:
         )
 
 
-def _yaml(config: Config) -> str:
-    return yaml.safe_dump(config, sort_keys=False)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exporter:
     """A tool: its file, what makes the configuration with its losses, and what writes it down."""
 
     file_name: str
     make: Callable[[Plan, Switches], tuple[Config, list[str]]]
-    write: Callable[[Config], str] = _yaml
+    write: Callable[[Config], str] = lambda config: yaml.safe_dump(config, sort_keys=False)
     has_stages: bool = False  # then it makes the model itself, without adapters
     norm: str = ""  # the key of the norm that gradients are clipped to
 
@@ -137,12 +129,9 @@ def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
     }
-    losses = _common_losses(plan, switches)
-    if switches.states_on_disk:
-        losses.append(_NO_DISK)
-    if switches.swap:
-        losses.append("Swapped activations cannot be expressed: they stay on the device.")
-    workload = plan.workload
+    workload, losses = plan.workload, _common_losses(plan, switches)
+    losses += [_NO_DISK] * switches.states_on_disk
+    losses += ["Swapped activations cannot be expressed: they stay on the device."] * switches.swap
     sequences = "1 sequence" if workload.batch_size == 1 else f"{workload.batch_size} sequences"
     sizes = f"{sequences} of {workload.seq_len} tokens, {plan.settings.micro_batches} per update"
     losses.append(f"The batch ({sizes}) and the dtype are set by the script.")
@@ -451,11 +440,8 @@ def _recomputes(unit: UnitPlan) -> bool:
 
 def _stage_losses(plan: Plan, switches: Switches) -> list[str]:
     """Sentences for tools that swap nothing, reach no disk, and have stages."""
-    losses: list[str] = []
-    if switches.states_on_disk:
-        losses.append(_NO_DISK)
-    if switches.swap:
-        losses.append("Swapped activations cannot be expressed: they are recomputed.")
+    losses = [_NO_DISK] * switches.states_on_disk
+    losses += ["Swapped activations cannot be expressed: they are recomputed."] * switches.swap
     for verb, does in (("recompute or swap", _recomputes), ("offload", _offloads)):
         counts = [sum(map(does, units)) for units in _stages(plan)]
         if len(set(counts)) > 1:

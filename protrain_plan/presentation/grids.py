@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 
 from protrain_plan.planning.questions.allowance import EXPANDABLE_MOST
 from protrain_plan.planning.questions.cells import MEMORY, WORTH
@@ -20,7 +21,7 @@ from protrain_plan.presentation.plans import (
     spared_disk,
 )
 from protrain_plan.presentation.profiles import caveats, error_band, trust
-from protrain_plan.presentation.terminal import Text, fields_of, fits_in, table_of, wrote
+from protrain_plan.presentation.terminal import Text, fields_of, table_of, wrote
 from protrain_plan.simulation.wear import wear_lines
 from protrain_runtime.contract.records.hardware import PCIE
 from protrain_runtime.contract.records.plan import TierBytes
@@ -241,9 +242,10 @@ class CellTable:
             column.no_wrap = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ample = options.update(max_width=10_000)
         for between in (2, 1):
             self._wide.padding = (0, between, 0, 0)
-            if fits_in(self._wide, console, options):
+            if Measurement.get(console, ample, self._wide).maximum <= options.max_width:
                 yield self._wide
                 return
         yield self._narrow

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from protrain_plan.planning.outcome import STAGES
 from protrain_plan.planning.questions.allowance import EXPANDABLE_MEDIAN, MEDIAN, is_unknown
 from protrain_plan.presentation.profiles import caveats, compiled_text, repeats
-from protrain_plan.presentation.terminal import Text, bar, fields_of, table_of, wrote
+from protrain_plan.presentation.terminal import Text, fields_of, table_of, wrote
 from protrain_plan.simulation.report import in_words as report_in_words
 from protrain_plan.simulation.wear import wear, wear_lines
 from protrain_runtime.contract.program.memory import Excess, checkpoint_bytes
@@ -342,7 +342,8 @@ def _front_text(answer: "Answer") -> RenderableType:
     slowest = max(point.step_seconds for point in answer.front)
     for point in answer.front:
         cells = (_typed(point), format_seconds(point.step_seconds), f"{point.solved.gap:.2%}")
-        table.add_row(*cells, bar(30 * point.step_seconds / slowest))
+        length = max(1, round(30 * point.step_seconds / slowest))
+        table.add_row(*cells, Text("█" * length, justify="left"))
     note = Text("each line is a plan; --device-memory with a line's memory writes it")
     return Group(table, "", note)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 
-from protrain_plan.presentation.terminal import Table, Text, fields_of, run_name, table_of, wrote
+from protrain_plan.presentation.terminal import Table, Text, fields_of, table_of, wrote
 from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records.folding import unfold
 from protrain_runtime.contract.records.hardware import KEPT_PROBE, Hardware, is_accelerator
@@ -169,10 +169,12 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     )
     for _, run in alike:
         (first, unit), *others = run
-        keep, last = unit.cost("keep"), others[-1][0] if others else first
+        keep, name = unit.cost("keep"), unit_words(profile.units, first)
+        if others:  # layers.0-11
+            name += f"-{unit_words(profile.units, others[-1][0]).rpartition('.')[2]}"
         forms = {cost.form: cost for cost in unit.forms}
         table.add_row(
-            run_name(unit_words(profile.units, first), unit_words(profile.units, last)),
+            name,
             f"{unit.num_parameters / 1e6:.1f} M",
             _short(_states_bytes([unit])),
             _short(keep.kept_bytes),

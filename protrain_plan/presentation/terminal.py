@@ -12,8 +12,7 @@ from typing import Any
 
 import rich.table
 import rich.text
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.measure import Measurement
+from rich.console import RenderableType
 from rich.style import Style
 
 from protrain_runtime.contract.escaping import one_line
@@ -78,22 +77,6 @@ def table_of(*columns: str, words: Sequence[int] = (0,)) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index in words else "right", overflow="fold")
     return table
-
-
-def fits_in(table: Table, console: Console, options: ConsoleOptions) -> bool:
-    """Whether the terminal has room for all text of the table."""
-    ample = options.update(max_width=10_000)
-    return Measurement.get(console, ample, table).maximum <= options.max_width
-
-
-def bar(length: float) -> Text:
-    """Return a bar of so many characters, at least one."""
-    return Text("█" * max(1, round(length)), justify="left")
-
-
-def run_name(first: str, last: str) -> str:
-    """`model.layers.0` to `model.layers.11` as `model.layers.0-11`."""
-    return first if first == last else f"{first}-{last.rpartition('.')[2]}"
 
 
 def wrote(path: Path) -> Text:

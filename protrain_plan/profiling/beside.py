@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import accumulate
 
-from protrain_runtime.contract.records.profile import Beside, Profile, Unit
+from protrain_runtime.contract.records.profile import Beside, Profile
 
 
 def with_beside(profile: Profile, other: Profile) -> Profile:
@@ -27,24 +27,19 @@ def with_beside(profile: Profile, other: Profile) -> Profile:
         forward_s=sum(unit.cost("keep").forward_s for unit in other.units),
     )
     launch_s = sum(unit.cost("keep").forward_launch_s for unit in other.units)
-    first, *others = profile.units
+    first, *others = profile.units  # whose forward begins later, in any form
+    forms = (
+        replace(
+            form,
+            forward_s=form.forward_s + beside.forward_s,
+            forward_launch_s=form.forward_launch_s + launch_s,
+        )
+        for form in first.forms
+    )
     return replace(
         profile,
-        units=(_later(first, beside.forward_s, launch_s), *others),
+        units=(replace(first, forms=tuple(forms)), *others),
         fixed_bytes=profile.fixed_bytes + beside.weight_bytes,
         base_bytes=profile.base_bytes + beside.forward_bytes,
         beside=beside,
     )
-
-
-def _later(unit: Unit, seconds: float, launch_s: float) -> Unit:
-    """The unit with a longer forward, however its activations wait."""
-    forms = (
-        replace(
-            form,
-            forward_s=form.forward_s + seconds,
-            forward_launch_s=form.forward_launch_s + launch_s,
-        )
-        for form in unit.forms
-    )
-    return replace(unit, forms=tuple(forms))

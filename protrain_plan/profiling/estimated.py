@@ -1,4 +1,4 @@
-"""`estimate`: a profile of a model on a machine that is not there, from fake tensors.
+"""`tallies`: profiles of a model on machines that are not there, from fake tensors.
 
 Bytes come from the model's own code, run through the functions of a measured profile; seconds from
 the machine's rates. What a CUDA device does otherwise than the CPU kernels that fake tensors go
@@ -19,19 +19,11 @@ from dataclasses import replace
 from typing import Unpack
 
 from protrain_plan.hardware.operator_log import OperatorLog
-from protrain_plan.hardware.operators import (
-    DEVICE_TYPES,
-    allocator_of,
-    is_this_machine,
-)
+from protrain_plan.hardware.operators import DEVICE_TYPES, allocator_of, is_this_machine
 from protrain_plan.hardware.probe import Progress
 from protrain_plan.models.batches import first_of, with_batch_sizes
 from protrain_plan.models.building import TORCH_DTYPES, parameter_dtype, stepped_dtype
-from protrain_plan.models.optimizers import (
-    DEFAULT_OPTIMIZER,
-    host_share,
-    optimizer_factory,
-)
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, host_share, optimizer_factory
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
@@ -41,22 +33,14 @@ from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse
 from protrain_plan.profiling.tally import Tally, UpdateWork, library_bytes, rates_of
 from protrain_plan.profiling.unit_by_unit import (
     Options,
-    batches_of,
     in_its_dtype,
     sketch_and_model,
     workload_of,
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
-from protrain_runtime.contract.records.hardware import (
-    DeviceKind,
-    Hardware,
-)
-from protrain_runtime.contract.records.profile import (
-    SPARSE,
-    Profile,
-    Workload,
-)
+from protrain_runtime.contract.records.hardware import DeviceKind, Hardware
+from protrain_runtime.contract.records.profile import SPARSE, Profile, Workload
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors
 from protrain_runtime.states.update_rules import UpdateRules
 
@@ -64,27 +48,19 @@ _OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongar
 """Names that `processor_name` gives to those that are no x86 ones."""
 
 
-def estimate(source: ModelSource, *, hardware: Hardware, **options: Unpack[Options]) -> Profile:
-    """The profile that `measured.measure` would make on `hardware`, as far as can be known.
-
-    ProtrainError where the hardware has no rates, the model cannot be built, or its code looks at
-    values of tensors.
-    """
-    return estimates(source, machines=[hardware], **options)[0]
-
-
-def estimates(
-    source: ModelSource, *, machines: Sequence[Hardware], **options: Unpack[Options]
-) -> list[Profile]:
-    """A profile per machine. Errors as of `estimate`."""
-    made = tallies(source, machines=machines, **options)
-    return [tally.on(machine) for tally, machine in zip(made, machines, strict=True)]
-
-
 def tallies(
-    source: ModelSource, *, machines: Sequence[Hardware], **options: Unpack[Options]
+    source: ModelSource,
+    workload: Workload,
+    *,
+    machines: Sequence[Hardware],
+    **options: Unpack[Options],
 ) -> list[Tally]:
-    """A tally per machine; those that allocate alike share one, and one run of the model's code."""
+    """A tally per machine; those that allocate alike share one, and one run of the model's code.
+
+    A tally on its machine is the profile that `measured.measure` would make there, as far as can be
+    known. ProtrainError where a machine has no rates, the model cannot be built, or its code looks
+    at values of tensors.
+    """
     for machine in machines:
         refuse_unknown(machine)
         rates_of(machine)
@@ -94,7 +70,7 @@ def tallies(
         allocator = allocator_of(machine.device)
         alike = (machine.device.kind, allocator.num_threads, allocator.is_here)
         if alike not in found:
-            found[alike] = _tally(source, machine, options)
+            found[alike] = _tally(source, workload, machine, options)
         made.append(found[alike])
     return made
 
@@ -120,10 +96,14 @@ def refuse_unknown(machine: Hardware) -> None:
         )
 
 
-def _refuse_compiled(rules: UpdateRules, optimizer: str, workload: Workload) -> None:
-    """ProtrainError where the optimizer's kernels are made for the device that they run on."""
+def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: Options) -> Tally:
+    kind, allocator = machine.device.kind, allocator_of(machine.device)
+    workload = workload_of(source, workload, kind)
+    optimizer = options.get("optimizer", DEFAULT_OPTIMIZER)
+    progress: Progress = options.get("progress", lambda *_: None)
+    by_itself = UpdateRules(optimizer_factory(optimizer))
     stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
-    if rules.compiled(stepped):
+    if by_itself.compiled(stepped):
         raise ProtrainError(
             f"the step of {optimizer} goes through torch.compile, and what it takes is known where"
             " it is compiled: on the device itself",
@@ -131,19 +111,10 @@ def _refuse_compiled(rules: UpdateRules, optimizer: str, workload: Workload) -> 
             key="optimizer",
             fix="profile on the device, or --optimizer adamw8bit, whose kernels are known",
         )
-
-
-def _tally(source: ModelSource, machine: Hardware, options: Options) -> Tally:
-    kind, allocator = machine.device.kind, allocator_of(machine.device)
-    workload = workload_of(source, kind, options)
-    optimizer = options.get("optimizer", DEFAULT_OPTIMIZER)
-    progress: Progress = options.get("progress", lambda *_: None)
-    by_itself = UpdateRules(optimizer_factory(optimizer))
-    _refuse_compiled(by_itself, optimizer, workload)
     progress("reading a batch", 0.0)
     loaded = Loaded() if kind == "cpu" else None
     # Held while bytes are counted: what it keeps of a batch is memory in a run, too.
-    batches = batches_of(source, workload, text=options.get("text"))
+    batches = source.batches(workload, text=options.get("text"))
     given = first_of(batches, source=source.name)
     data_bytes = 0 if loaded is None else loaded.num_bytes(given)
     steps: list[OperatorLog] = []
@@ -162,7 +133,7 @@ def _tally(source: ModelSource, machine: Hardware, options: Options) -> Tally:
         source, workload, given, meter, forms=allowed, optimizer=optimizer, progress=progress
     )
     workload = with_batch_sizes(in_its_dtype(workload, source), model, given)
-    units = sketch.counted.units
+    units = sketch.units
     sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
     in_order = ("keep", *names_of("blocks"), *names_of("last part"))
     tried = (form for form in in_order if form in allowed)
@@ -187,28 +158,28 @@ def _tally(source: ModelSource, machine: Hardware, options: Options) -> Tally:
     cost = optimizer_cost(model, workload, optimizer, device=None, sparse=bool(sparse))
     ran = sketch.block_classes.representatives
     # The last mark follows the slots. Earlier steps, of a model with a state, have no last mark.
-    for log in logs.values():
-        del log.slots[: -2 * len(units) - 1]
-    model_flops = logs["keep"].model_flops()
+    work = {form: log.slots[-2 * len(units) - 1 :] for form, log in logs.items()}
     profile = Profile(
         workload=workload,
         hardware=machine,
         method="estimated",
         model_fingerprint=fingerprint,
         optimizer=cost,
-        base_bytes=sketch.base_bytes + sketch.counted.left_bytes + data_bytes,
+        base_bytes=sketch.base_bytes + data_bytes,
         units=told_of_steps(without_falls(filled(units, sketch.block_classes)), workload, cost),
         tensors=tensors,
         fixed_bytes=sketch.fixed_bytes + library_bytes(machine.device),
         # Those of a unit that ran count for all of its class.
         model_flops=sum(
-            model_flops[slot] for unit in ran for slot in (unit, 2 * len(units) - 1 - unit)
+            sum(one.model_flops for one in work["keep"][slot])
+            for unit in ran
+            for slot in (unit, 2 * len(units) - 1 - unit)
         ),
         varies=sketch.varies,
         allowed=options.get("allow", ()),
     )
     progress("done", 1.0)
-    return Tally.of(profile, logs, ran, _update_work(by_itself, workload, optimizer))
+    return Tally.of(profile, work, ran, _update_work(by_itself, workload, optimizer))
 
 
 def _update_work(rules: UpdateRules, workload: Workload, optimizer: str) -> UpdateWork:

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
-from protrain_plan.hardware.speeds import measure_overheads, update_speeds
+from protrain_plan.hardware.speeds import Stepped, measure_overheads, update_speeds
 from protrain_plan.models.batches import Batch, first_of, of_one_size, with_batch_sizes
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import ModelSource
@@ -37,9 +37,7 @@ from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse
 from protrain_plan.profiling.rehearsal import Rehearsal, Reserve, rehearse
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.discovery import (
-    FoundUnit,
     Start,
-    Variation,
     discover,
     fullest,
     plain_attributes,
@@ -55,20 +53,14 @@ from protrain_plan.profiling.unit_by_unit import (
     SHARE_OF_FREE_MEMORY,
     Options,
     Sketch,
-    batches_of,
     build_sparsely,
-    built,
     free_bytes,
     in_its_dtype,
     sketched,
     workload_of,
 )
 from protrain_plan.simulation.timeline import simulated_seconds
-from protrain_runtime.activations.compiled import (
-    are_compiled,
-    compile_each,
-    refuse_compiled_around,
-)
+from protrain_runtime.activations.compiled import are_compiled, compile_each, refuse_compiled_around
 from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.contract.program.compiling import program_of
@@ -93,6 +85,7 @@ from protrain_runtime.states.quantized import settle_quantized
 
 def measure(
     source: ModelSource,
+    workload: Workload,
     *,
     device: torch.device | str,
     num_steps: int | None,
@@ -112,7 +105,7 @@ def measure(
     """
     where = devices.found(str(device))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    workload = workload_of(source, where.type, options, deterministic=deterministic)
+    workload = workload_of(source, workload, where.type, deterministic=deterministic)
     text = options.get("text")
     progress: Progress = options.get("progress", lambda *_: None)
     progress("looking at the model", 0.0)
@@ -132,8 +125,8 @@ def measure(
         model, found, batches = build_sparsely(source, workload, sketch, device=where, text=text)
         sketch = replace(sketch, found=found)
     else:
-        model = built(source, workload, device=where)
-        batches = batches_of(source, workload, text=text, device=where)
+        model = source.build(workload, device=where)
+        batches = source.batches(workload, text=text, device=where)
     return measure_model(
         model,
         batches,
@@ -178,7 +171,12 @@ def measure_model(
     others = other_bytes(model) if devices.on_host(device) else 0
     with ExitStack() as stack:
         stack.callback(let_pack)
-        stack.enter_context(_as_found(model))
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+        passes.drop_gradients(model)
+        stack.enter_context(undisturbed(model))
+        stack.callback(switch_off_checkpointing(model))
+        stack.callback(switch_off_caches(model))
         batch = first_of(batches, source=workload.model)
         measuring = _Measuring(
             model=model,
@@ -251,18 +249,37 @@ class _Measuring:
     reserve: Reserve
 
     def find_units(self, stack: ExitStack) -> None:
-        """Find the units, and replace those that do not run by stubs until the stack ends."""
+        """Find and compile the units, with stubs for those that do not run until the stack ends."""
         self.clock("finding units", 0.05)
         model, batch = self.model, self.batch
-        start, self.found, self.block_classes, self.varies = _units(
-            model, batch, self.batches, self.running
-        )
+        if (running := self.running) is None:
+            start, execution = fullest(model, batch)
+            self.found = discover(model, batch, execution)
+            self.block_classes = BlockClasses(tuple(range(len(self.found))), {})
+            self.varies = variation(model, execution, self.batches)
+        else:
+            start, self.varies = Start(running.seed, plain_attributes(model)), None
+            self.found, self.block_classes = running.found, running.block_classes
+            if running.varies:  # all units run
+                execution = record_execution(model, batch, start)
+                self.varies = variation(model, execution, self.batches)
         stack.enter_context(starting_from(model, start))
-        self.workload = _compiled(model, self.found, self.workload, stack)
+        refuse_compiled_around(model, (unit.module for unit in self.found))
+        blocks = {unit.name: unit.module for unit in self.found if unit.module is not None}
+        if are_compiled(blocks):
+            self.workload = replace(self.workload, compile="blocks")
+        elif self.workload.compile:
+            stack.callback(compile_each(blocks))
         stack.enter_context(stubs_in_place(self.found, self.block_classes))
         stack.enter_context(whereabouts.naming([unit.name for unit in self.found]))
         self.modules = [unit.module for unit in self.found]
-        self.sparse = _sparse_gradients(model, self.modules, batch, self.reserve)
+        # A first step fills caches, and shows which gradients are sparse.
+        watch = passes.SlotWatch(lambda *_: None)
+        with passes.watched(model, self.modules, "keep", watch), self.reserve.watching():
+            passes.training_step(model, batch)
+        grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
+        self.sparse = {n for n, g in grads if g is not None and g.layout != torch.strided}
+        passes.drop_gradients(model)
         refuse_sparse(self.sparse, self.optimizer, self.workload)
 
     def _without_equals(self) -> AbstractContextManager[object]:
@@ -327,8 +344,8 @@ class _Measuring:
         """The units with their bytes, and bytes that a step leaves behind."""
         self.clock("counting bytes", 0.2)
         with self._without_equals():
-            counting = measure_bytes(self.model, self.batch, structure, self.reserve.meter)
-        return without_falls(filled(counting.units, self.classes)), counting.left_bytes
+            units, left = measure_bytes(self.model, self.batch, structure, self.reserve.meter)
+        return without_falls(filled(units, self.classes)), left
 
     def slot_seconds(
         self, units: Sequence[Unit], kept: Set[int], num_steps: int | None
@@ -378,60 +395,6 @@ class _Clock:
         self._progress(whereabouts.with_rest(what, left) if left > 1 else what, fraction)
 
 
-@contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Run without gradients inside, and restore the model afterwards."""
-    with ExitStack() as stack:
-        for parameter in model.parameters():
-            stack.callback(setattr, parameter, "grad", parameter.grad)
-        passes.drop_gradients(model)
-        stack.enter_context(undisturbed(model))
-        stack.callback(switch_off_checkpointing(model))
-        stack.callback(switch_off_caches(model))
-        yield
-
-
-def _sparse_gradients(
-    model: nn.Module, modules: Sequence[nn.Module | None], batch: Batch, reserve: Reserve
-) -> set[str]:
-    """Run a first step, which fills caches; return the parameters whose gradients are sparse."""
-    watch = passes.SlotWatch(lambda *_: None)
-    with passes.watched(model, modules, "keep", watch), reserve.watching():
-        passes.training_step(model, batch)
-    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    sparse = {name for name, grad in named if grad is not None and grad.layout != torch.strided}
-    passes.drop_gradients(model)
-    return sparse
-
-
-def _units(
-    model: nn.Module, batch: Batch, batches: Iterator[Batch], running: Sketch | None
-) -> tuple[Start, tuple[FoundUnit, ...], BlockClasses, Variation | None]:
-    """Where steps begin, the model's units, which of them run, and how batches vary."""
-    if running is None:
-        start, execution = fullest(model, batch)
-        found = discover(model, batch, execution)
-        every = BlockClasses(tuple(range(len(found))), {})
-        return start, found, every, variation(model, execution, batches)
-    start, varies = Start(running.seed, plain_attributes(model)), None
-    if running.varies:  # all units run
-        varies = variation(model, record_execution(model, batch, start), batches)
-    return start, running.found, running.block_classes, varies
-
-
-def _compiled(
-    model: nn.Module, found: Sequence[FoundUnit], workload: Workload, stack: ExitStack
-) -> Workload:
-    """Compile the blocks where the workload says so, until the stack ends; it says if they are."""
-    refuse_compiled_around(model, (unit.module for unit in found))
-    blocks = {unit.name: unit.module for unit in found if unit.module is not None}
-    if are_compiled(blocks):
-        return replace(workload, compile="blocks")
-    if workload.compile:
-        stack.callback(compile_each(blocks))
-    return workload
-
-
 _COMPILER_BYTES = 64 * 2**20
 """Bytes that a process holds more where PyTorch's cache has no graph: 39 MiB of SmolLM2 135M's one
 (443.0 MiB besides tensors in a cold run, 404.1 in a warm one), and up to 48 MiB with two threads
@@ -464,13 +427,8 @@ def _optimizer(
     """
     where = device_of(model)
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
-    host, device = update_speeds(
-        workload.dtype,
-        shapes,
-        device=where,
-        optimizer=name,
-        precision=workload.precision,
-    )
+    stepped = Stepped(workload.dtype, name, workload.precision)
+    host, device = update_speeds(stepped, shapes, device=where)
     cost = optimizer_cost(model, workload, name, device=where, sparse=sparse)
     # What updates whole parameters alone does none of a piece.
     pieces = name if cost.block else DEFAULT_OPTIMIZER

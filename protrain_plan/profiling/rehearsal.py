@@ -22,11 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from protrain_plan.hardware.speeds import plan_to_measure
 from protrain_plan.models.batches import Batch, call_model, loss_of
-from protrain_plan.models.optimizers import (
-    DEFAULT_OPTIMIZER,
-    OptimizerFactory,
-    optimizer_factory,
-)
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OptimizerFactory, optimizer_factory
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.contract.errors import ProtrainError

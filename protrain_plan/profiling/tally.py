@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from protrain_plan.hardware.work import Work, WorkLog
+from protrain_plan.hardware.kernels import Work
 from protrain_plan.kept import dumped, loaded
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.forms import FORMS
@@ -54,13 +54,16 @@ class Tally:
 
     @staticmethod
     def of(
-        profile: Profile, logs: Mapping[Form, WorkLog], ran: tuple[int, ...], update: UpdateWork
+        profile: Profile,
+        logs: Mapping[Form, Sequence[Sequence[Work]]],
+        ran: tuple[int, ...],
+        update: UpdateWork,
     ) -> "Tally":
-        """The tally of a profile whose seconds are not known yet."""
+        """The tally of a profile whose seconds are not known yet.  # of logs: [form][slot]"""
         places: dict[Work, int] = {}
         steps = tuple(
-            (form, tuple(tuple(places.setdefault(w, len(places)) for w in s) for s in log.slots))
-            for form, log in logs.items()
+            (form, tuple(tuple(places.setdefault(w, len(places)) for w in s) for s in slots))
+            for form, slots in logs.items()
         )
         tally = Tally(profile=profile, work=tuple(places), steps=steps, ran=ran, update=update)
         return replace(tally, profile=tally.on(profile.hardware))
@@ -68,16 +71,18 @@ class Tally:
     def on(self, machine: Hardware) -> Profile:
         """The estimate for a machine with such a device; ProtrainError where it has no rates."""
         rates, before = rates_of(machine), self.profile
-        logs = {
-            form: WorkLog([self.work[place] for place in slot] for slot in slots)
+        taken = [work.seconds(rates) for work in self.work]
+        seconds = {
+            form: [[sum(taken[place] for place in slot) for slot in slots]]
             for form, slots in self.steps
         }
-        seconds = {form: [log.seconds(rates)] for form, log in logs.items()}
-        launching = {
-            form: [log.launch_seconds(rates)]
-            for form, log in logs.items()
-            if is_accelerator(machine.device.kind)
-        }
+        launching = {}
+        if is_accelerator(machine.device.kind):
+            counts = [work.is_launched(rates) for work in self.work]
+            launching = {
+                form: [[rates.operator_s * sum(counts[place] for place in slot) for slot in slots]]
+                for form, slots in self.steps
+            }
         units = timed(before.units, seconds, launching, [(unit,) for unit in self.ran])
         libraries = library_bytes(machine.device) - library_bytes(before.hardware.device)
         return replace(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Required, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from protrain_plan.profiling.memory.block_classes import (
 )
 from protrain_plan.profiling.memory.fake_meter import FakeMeter
 from protrain_plan.profiling.memory.passes import MeterFactory
-from protrain_plan.profiling.memory.unit_bytes import StepBytes, analyze_units, measure_bytes
+from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure import whereabouts
 from protrain_plan.profiling.structure.discovery import (
     FoundUnit,
@@ -52,14 +52,7 @@ from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import Device, DeviceKind
-from protrain_runtime.contract.records.profile import (
-    Compile,
-    DType,
-    Form,
-    Precision,
-    Quantize,
-    Workload,
-)
+from protrain_runtime.contract.records.profile import Form, Unit, Workload
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.preflight import free_host_bytes
@@ -76,53 +69,25 @@ _INIT_STD = 0.02
 
 
 class Options(TypedDict, total=False):
-    """The workload, and how it is trained."""
+    """How a workload is trained, and who hears of the progress."""
 
-    batch_size: Required[int]
-    seq_len: Required[int]
-    dtype: Required[DType]
-    precision: Precision
-    adapter: str
-    quantize: Quantize
-    compile: Compile
     optimizer: str
     allow: tuple[str, ...]
-    seed: int
     text: Path | None
     progress: Progress
 
 
 def workload_of(
-    source: ModelSource, device: DeviceKind, options: Options, *, deterministic: bool = False
+    source: ModelSource, workload: Workload, device: DeviceKind, *, deterministic: bool = False
 ) -> Workload:
-    """The workload that the options say, on a device of this type."""
-    return Workload(
+    """The workload with the source's model on a device of this type; no batch was seen yet."""
+    return replace(
+        workload,
         model=source.name,
         model_config=source.model_config,
-        batch_size=options["batch_size"],
-        seq_len=options["seq_len"],
-        dtype=options["dtype"],
         device=device,
-        seed=options.get("seed", 0),
-        precision=options.get("precision", "pure"),
-        adapter=options.get("adapter", ""),
         deterministic=deterministic,
-        quantize=options.get("quantize", ""),
-        compile=options.get("compile", ""),
-    )
-
-
-def built(
-    source: ModelSource, workload: Workload, *, device: torch.device = devices.HOST
-) -> nn.Module:
-    """The source's model as the workload says."""
-    return source.build(
-        dtype=workload.dtype,
-        precision=workload.precision,
-        adapter=workload.adapter,
-        quantize=workload.quantize,
-        device=device,
-        seed=workload.seed,
+        inputs=(),
     )
 
 
@@ -132,33 +97,14 @@ def in_its_dtype(workload: Workload, source: ModelSource) -> Workload:
     return replace(workload, dtype=found[0]) if found and workload.precision == "pure" else workload
 
 
-def batches_of(
-    source: ModelSource,
-    workload: Workload,
-    *,
-    text: Path | None,
-    device: torch.device = devices.HOST,
-) -> Iterator[Batch]:
-    """The source's batches as the workload says."""
-    return source.batches(
-        batch_size=workload.batch_size,
-        seq_len=workload.seq_len,
-        dtype=workload.dtype,
-        precision=workload.precision,
-        device=device,
-        text=text,
-        seed=workload.seed,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
     """A model as fake tensors show it: its units with their bytes, and which need to run."""
 
     found: tuple[FoundUnit, ...]  # without modules: those of the fake model are gone
     block_classes: BlockClasses
-    counted: StepBytes  # without seconds; true of the units that run
-    base_bytes: int
+    units: list[Unit]  # without seconds; true of those that run
+    base_bytes: int  # with what a step leaves to the next one
     fixed_bytes: int
     seed: int  # with which a forward runs all blocks
     varies: str = ""  # as in the profile
@@ -169,7 +115,7 @@ class Sketch:
 
         Parameters, gradients and kept activations of all units, and the largest peak above them.
         """
-        units = filled(self.counted.units, self.block_classes)
+        units = filled(self.units, self.block_classes)
         forms = [unit.forms[0] for unit in units]
         kept = sum(unit.parameter_bytes + unit.gradient_bytes for unit in units)
         kept += sum(form.kept_bytes for form in forms)
@@ -181,7 +127,7 @@ def sketched(source: ModelSource, workload: Workload, *, text: Path | None) -> S
 
     ProtrainError where it cannot be built, or its code looks at values of tensors.
     """
-    given = first_of(batches_of(source, workload, text=text), source=source.name)
+    given = first_of(source.batches(workload, text=text), source=source.name)
     device = Device(
         kind=workload.device,
         name=processor_name(),
@@ -240,11 +186,12 @@ def sketch_and_model(
                 variation=varies,
             )
             progress("counting bytes and operations", 0.6)
+            units, left_bytes = measure_bytes(model, batch, structure, meter)
             sketch = Sketch(
                 found=tuple(replace(unit, module=None) for unit in found),
                 block_classes=block_classes,
-                counted=measure_bytes(model, batch, structure, meter),
-                base_bytes=structure.base_bytes,
+                units=units,
+                base_bytes=structure.base_bytes + left_bytes,
                 fixed_bytes=structure.fixed_bytes,
                 seed=start.seed,
                 varies=str(varies or ""),
@@ -283,7 +230,7 @@ def build_sparsely(
     model makes them. ProtrainError where a single unit's do not fit the device.
     """
     free = free_bytes(device)
-    units = filled(sketch.counted.units, sketch.block_classes)
+    units = filled(sketch.units, sketch.block_classes)
     largest = max(units, key=lambda unit: unit.parameter_bytes + unit.gradient_bytes)
     needed = largest.parameter_bytes + largest.gradient_bytes
     if needed > free:
@@ -295,8 +242,8 @@ def build_sparsely(
             fix="a device with more memory, a narrower --dtype, or adapters (--lora)",
         )
     with without_parameters(adapters=False):
-        model = built(source, workload)
-        batches = batches_of(source, workload, text=text, device=device)
+        model = source.build(workload)
+        batches = source.batches(workload, text=text, device=device)
     found = tuple(
         replace(unit, module=model.get_submodule(unit.name) if unit.kind == "block" else None)
         for unit in sketch.found

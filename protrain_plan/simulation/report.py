@@ -41,14 +41,6 @@ class SlotReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakSlot:
-    """The first slot in which the device is fullest."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """A simulated step. The last of `slots`, after 2U of them, is the device's update.
 
@@ -63,8 +55,12 @@ class StepReport:
     stall_by_cause: dict[str, float]  # "parameters from host" -> seconds
     critical_path: tuple[PathPart, ...]
     slots: tuple[SlotReport, ...]
-    peak_slot: PeakSlot
+    peak_slot: int  # the first in which the device is fullest
     tier_peaks: TierBytes
+
+    @property
+    def fullest(self) -> SlotReport:
+        return self.slots[self.peak_slot]
 
 
 def report(program: BoundProgram) -> StepReport:
@@ -87,7 +83,7 @@ def report(program: BoundProgram) -> StepReport:
         ),
         critical_path=critical_path(program, timeline),
         slots=slots,
-        peak_slot=PeakSlot(index=peak, name=slots[peak].name),
+        peak_slot=peak,
         tier_peaks=peak_bytes(program, device),
     )
 
@@ -124,11 +120,11 @@ def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
             + (f", with {format_bytes(busiest.bytes)}" if busiest.bytes else "")
         )
         sentences.append(_path_in_words(report.critical_path))
-    fullest = report.slots[report.peak_slot.index].device
+    fullest = report.fullest.device
     by_kind = sorted(fullest.by_kind.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in by_kind if size)
     sentences.append(
-        f"the device is fullest ({format_bytes(fullest.total)}) in the {report.peak_slot.name}: "
+        f"the device is fullest ({format_bytes(fullest.total)}) in the {report.fullest.name}: "
         f"{parts or 'nothing'}"
     )
     below = [("host", report.tier_peaks.host), ("disk", report.tier_peaks.disk)]

@@ -21,7 +21,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from protrain_plan.commands.training import Checkpoints, Run, train
+from protrain_plan.commands.training import Run
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as plan_within
@@ -71,6 +71,7 @@ from tests.support.runtime_cases import (
 )
 from tests.support.scenario import Run as TrainingRun
 from tests.support.scenario import Scenario
+from tests.support.trained import train
 
 ROOT = Path(__file__).parents[2]
 SIDES = ("plain", "plan", "another plan")
@@ -538,7 +539,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None
     resumed = printed(protrain("run", plan, *arguments, "--json", folder=ROOT))
     assert done % 2 == 0
     assert resumed["first_step"] == done
-    plain = train(read_plan(plan), num_steps=done + 3, plain=True, text=None, spill_directory=None)
+    plain = train(read_plan(plan), num_steps=done + 3, plain=True, spill_directory=None)
     assert resumed["losses"] == list(plain.losses[done:])
     assert resumed["parameters_sha256"] == plain.parameters_sha256
     assert read_extra(directory)["step"] == done + 3
@@ -547,23 +548,16 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(tmp_path: Path) -> None
 @pytest.mark.nightly
 def test_a_run_refuses_what_it_cannot_resume(tmp_path: Path, assert_says: Speaker) -> None:
     def trained(plan: Plan, num_steps: int, **given: Any) -> Run:
-        return train(
-            plan,
-            num_steps=num_steps,
-            plain=True,
-            text=None,
-            spill_directory=None,
-            checkpoints=Checkpoints(**given),
-        )
+        return train(plan, num_steps=num_steps, plain=True, **given)
 
     plan, saved, others = plan_of_factory(), tmp_path / "saved", tmp_path / "others"
-    trained(plan, 1, directory=saved)
+    trained(plan, 1, save=saved)
     save(build("gpt2"), None, others)
     other = with_settings(plan_of_factory(optimizer="sgd"), micro_batches=3)
     for asked, num_steps, directory in ((plan, 1, saved), (other, 2, saved), (plan, 2, others)):
         assert_says(message(partial(trained, asked, num_steps, resume=directory)))
     (tmp_path / "file").touch()
-    assert_says(message(lambda: trained(plan, 1, directory=tmp_path / "file")))
+    assert_says(message(lambda: trained(plan, 1, save=tmp_path / "file")))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from protrain_runtime.contract.records import read_plan, read_profile, write_har
 from tests.support import forked
 from tests.support.checking_cases import commit
 from tests.support.commands import ROOT, printed, protrain
+from tests.support.estimates import model_of
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
 from tests.support.record_fuzz import run
@@ -122,7 +123,7 @@ def test_a_run_begins_with_a_folders_weights(tiny_llama: Path, tmp_path: Path) -
     command = partial(forked.protrain, folder=tmp_path)
     printed(command("plan", tiny_llama, "--device-memory", "1GiB", "--json"))
     drawn = printed(command("run", "plan.yaml", "--steps", 2, "--json"))
-    load_source("tiny-llama").build(seed=7).save_pretrained(tmp_path / "weights")  # type: ignore[operator]
+    model_of(load_source("tiny-llama"), seed=7).save_pretrained(tmp_path / "weights")  # type: ignore[operator]
     read = ("run", "plan.yaml", "--steps", 2, "--weights", "weights", "--verify", "--json")
     ran = printed(command(*read))
     assert ran["verified"] is True
@@ -229,30 +230,3 @@ def test_no_command_writes_over_what_it_reads(command: str, way: str, tmp_path: 
         assert "this is an input file, and would be overwritten" in told
         assert {at: (tmp_path / at).read_bytes() for at in before} == before
     assert plan.is_file()
-
-
-@pytest.mark.parametrize(
-    ("typed", "names"),
-    [
-        ("fit llama-3.2", "llama-3.2-1b llama-3.2-3b"),
-        ("profile smollm3", "smollm3-3b"),
-        ("plan gpt-oss", "gpt-oss-120b gpt-oss-20b"),
-        ("fit gpt2 --on rtx-3", "rtx-3090"),
-        ("fit gpt2 --on l4,rtx-3", "l4,rtx-3090"),
-        ("plan gpt2 --on gh", "gh200"),
-        ("hardware show b2", "b200"),
-        ("hardware copy mi", "mi300x"),
-        ("fit ./axolotl", ""),
-    ],
-)
-def test_a_shell_completes_names_of_models_and_machines(
-    typed: str, names: str, tmp_path: Path
-) -> None:
-    words = f"protrain {typed}"
-    found = forked.protrain(
-        folder=tmp_path,
-        _PROTRAIN_COMPLETE="complete_bash",
-        COMP_WORDS=words,
-        COMP_CWORD=str(len(words.split()) - 1),
-    )
-    assert found.stdout.split() == names.split()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from protrain_plan.hardware.probe import ProbedFile, Watch, host_memory_bytes, observed, probe
-from protrain_plan.hardware.speeds import in_worker, update_speeds
+from protrain_plan.hardware.speeds import Stepped, in_worker, update_speeds
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import read_hardware, read_profile, write_hardware
 from protrain_runtime.contract.records.hardware import Hardware
@@ -185,7 +185,8 @@ def test_nodes_of_one_rank_have_nothing_within(tmp_path: Path) -> None:
     [("float32", "pure"), ("bfloat16", "pure"), ("bfloat16", "master"), ("bfloat16", "autocast")],
 )
 def test_update_speeds_are_those_of_a_machine(dtype: DType, precision: Precision) -> None:
-    lane, device = update_speeds(dtype, (torch.Size([64]), torch.Size([4096])), precision=precision)
+    stepped = Stepped(dtype, precision=precision)
+    lane, device = update_speeds(stepped, (torch.Size([64]), torch.Size([4096])))
     assert 0 < lane < 1e12
     assert 0 < device < 1e12
 

@@ -23,6 +23,7 @@ from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.estimates import model_of
 from tests.support.runtime_cases import made_once, profiled_here
 
 ROOT = Path(__file__).parents[2]
@@ -97,11 +98,11 @@ def saved_names(folder: Path) -> set[str]:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_trains_under_a_plan(example: Path, planned: Path, tmp_path: Path) -> None:
     source = load_source(f"{example}:factory")
-    fingerprint = model_fingerprint(source.build())
+    fingerprint = model_fingerprint(model_of(source))
     assert f"model_fingerprint: {fingerprint}" in planned.read_text()
     namespace = vars(sys.modules[f"factory in {example.stem}"])
     namespace["main"](str(planned), str(tmp_path / "trained"))
-    assert saved_names(tmp_path / "trained") == set(source.build().state_dict())
+    assert saved_names(tmp_path / "trained") == set(model_of(source).state_dict())
 
 
 @pytest.mark.slow

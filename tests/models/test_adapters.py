@@ -14,6 +14,7 @@ from protrain_runtime.contract.records.adapters import Lora, option_of, parse_lo
 from protrain_runtime.contract.records.commands import profile_command
 from protrain_runtime.contract.records.profile import DType
 from tests.support.by_peft import by_peft
+from tests.support.estimates import model_of
 from tests.support.hostile_models import WORKLOAD
 from tests.support.messages import Speaker
 
@@ -138,8 +139,8 @@ def test_all_linear_is_what_peft_takes_it_to_be(name: str) -> None:
     source = ZOO[name].source
     expected = by_peft(source, {"r": 2, "lora_alpha": 4}, dtype="bfloat16")
     adapter = str(parse_lora("r=2"))
-    assert seen(source.build(adapter=adapter, dtype="bfloat16")) == seen(expected)
-    on_meta = source.build(adapter=adapter, dtype="bfloat16", device="meta")
+    assert seen(model_of(source, adapter=adapter, dtype="bfloat16")) == seen(expected)
+    on_meta = model_of(source, adapter=adapter, dtype="bfloat16", device="meta")
     assert seen(on_meta) == seen(expected)
 
 
@@ -171,20 +172,20 @@ def test_a_model_with_adapters_is_the_one_that_peft_makes(text: str, dtype: DTyp
     lora = parse_lora(text)
     options = {"r": 2, "lora_alpha": 4} | OPTIONS[text]
     expected = by_peft(source, options, dtype=dtype, autocast=lora.dtype == "float32")
-    found = source.build(adapter=str(lora), dtype=dtype)
+    found = model_of(source, adapter=str(lora), dtype=dtype)
     assert seen(found) == seen(expected)
     assert repr(found) == repr(expected)
     values = expected.state_dict()
     assert all(torch.equal(value, values[key]) for key, value in found.state_dict().items())
-    on_meta = source.build(adapter=str(lora), dtype=dtype, device="meta")
+    on_meta = model_of(source, adapter=str(lora), dtype=dtype, device="meta")
     assert seen(on_meta) == seen(expected)
 
 
 @pytest.mark.parametrize("text", ["r=4,freeze=A", "r=4,freeze=A,targets=q_proj+embed_tokens"])
 def test_of_frozen_first_products_the_second_ones_are_trained_alone(text: str) -> None:
     source = load_source("tiny-llama")
-    model = source.build(adapter=str(parse_lora(text)))
-    both = source.build(adapter=str(parse_lora(text.replace(",freeze=A", ""))))
+    model = model_of(source, adapter=str(parse_lora(text)))
+    both = model_of(source, adapter=str(parse_lora(text.replace(",freeze=A", ""))))
     assert all(
         torch.equal(p, q) for p, q in zip(model.parameters(), both.parameters(), strict=True)
     )
@@ -195,7 +196,7 @@ def test_of_frozen_first_products_the_second_ones_are_trained_alone(text: str) -
 
 def test_adapters_fit_models_of_other_classes() -> None:
     source = ZOO["pyramid"].source
-    first, again = (source.build(adapter="lora r=2").state_dict() for _ in range(2))
+    first, again = (model_of(source, adapter="lora r=2").state_dict() for _ in range(2))
     assert any("lora_A" in key for key in first)
     assert all(torch.equal(value, again[key]) for key, value in first.items())
 
@@ -219,6 +220,6 @@ def test_adapters_fit_models_of_other_classes() -> None:
 )
 def test_what_a_model_has_not_is_refused_by_name(adapter: str, assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
-        load_source("tiny-llama").build(adapter=adapter)
+        model_of(load_source("tiny-llama"), adapter=adapter)
     assert caught.value.source == "tiny-llama"
     assert_says(caught.value)

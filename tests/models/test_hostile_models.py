@@ -19,7 +19,6 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.options import parse_pin, pinned_options
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
-from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.optimizer_cost import refuse_sparse
 from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_runtime import prepare
@@ -28,7 +27,7 @@ from protrain_runtime.contract.records.plan import KEEP, Budgets, Placement
 from protrain_runtime.contract.records.profile import Profile, Unit
 from protrain_runtime.model.prepared import engine_of
 from tests.support import hostile_models
-from tests.support.estimates import bytes_alone, machine
+from tests.support.estimates import bytes_alone, estimate, machine, model_of
 from tests.support.fuzzed_modules import fuzzed, source
 from tests.support.hostile_models import HOSTILE, Hostile, Stack, batch_of, tokens_of
 from tests.support.judging import PLANS, PlanName, Verdict, judged, profiled
@@ -253,7 +252,9 @@ def test_estimates_are_what_is_measured(name: str, tmp_path: Path) -> None:
 
 
 def test_complex_tensors_stay_complex_whatever_the_workload() -> None:
-    model = load_source(f"{FACTORIES}complex_factory").build(dtype="bfloat16", precision="master")
+    model = model_of(
+        load_source(f"{FACTORIES}complex_factory"), dtype="bfloat16", precision="master"
+    )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.complex64}
 
 
@@ -350,12 +351,13 @@ def test_a_batch_is_seen_without_memory_for_the_model() -> None:
 import resource
 from protrain_plan.models.sources import FactorySource
 from protrain_runtime.devices.memory_meter import process_memory
+from tests.support.estimates import batches_of, model_of
 source = FactorySource("{__file__}:large")
 limit = process_memory().data_bytes + 160 * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-print(tuple(next(source.batches()).shape))
+print(tuple(next(batches_of(source)).shape))
 try:
-    source.build()
+    model_of(source)
 except RuntimeError:
     print("no room")
 """

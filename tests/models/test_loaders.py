@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from protrain_plan.commands.training import train
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan
-from protrain_plan.profiling.estimated import estimates
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Budgets, Plan
 from protrain_runtime.contract.records.profile import Profile
+from tests.support.estimates import estimates
 from tests.support.hostile_models import WORKLOAD, Chain, Hostile
 from tests.support.judging import profiled
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import profiled_here
 from tests.support.thinning import thinned
+from tests.support.trained import train
 
 WIDTH, ROWS = 8, 4
 PLENTY = Budgets(device=10**12, host=0, disk=0)
@@ -158,4 +158,4 @@ def test_no_batches_are_an_error(kind: str, solved: tuple[Profile, Plan], tmp_pa
     with pytest.raises(ProtrainError, match="there are no batches"):
         estimated(source)
     with pytest.raises(ProtrainError, match="the factory returned 0 batches, but training needs 2"):
-        train(solved[1], num_steps=2, plain=True, text=None, spill_directory=tmp_path)
+        train(solved[1], num_steps=2, plain=True, spill_directory=tmp_path)

@@ -22,7 +22,6 @@ from protrain_plan.models.building import parameter_dtype, stepped_dtype
 from protrain_plan.models.optimizers import OPTIMIZERS, optimizer_factory
 from protrain_plan.models.presets import Preset, preset_config, preset_names, preset_of, presets
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.errors import ProtrainError
@@ -30,8 +29,7 @@ from protrain_runtime.contract.records.profile import DType, Precision
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.update_rules import UpdateRules
-from tests.support.commands import python
-from tests.support.estimates import machine
+from tests.support.estimates import batches_of, estimate, machine, model_of
 from tests.support.hostile_models import WORKLOAD, mixed_factory
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import profiled_here
@@ -52,7 +50,7 @@ def asked(name: str) -> ProfileRequest:
 @pytest.mark.nightly(by_day=8)
 @pytest.mark.parametrize("preset", presets(), ids=lambda preset: preset.name)
 def test_presets_have_the_published_number_of_parameters(preset: Preset) -> None:
-    model = load_source(preset.name).build(dtype="bfloat16", device="meta")
+    model = model_of(load_source(preset.name), dtype="bfloat16", device="meta")
     assert sum(p.numel() for p in model.parameters()) == preset.num_parameters
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     if preset.name not in OURS:
@@ -110,41 +108,11 @@ def test_a_folder_is_taken_before_a_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert asked("openai-community/gpt2").workload.model == "openai-community/gpt2"
 
 
-FOLDERS = """
-import sys
-from pathlib import Path
-import transformers
-from transformers.utils import import_utils
-from protrain_plan.models.sources import load_source
-
-read, look = [], import_utils.create_import_structure_from_path
-def looked(path):
-    folder = Path(path).parent if Path(path).is_file() else Path(path)
-    read.append(folder.name)
-    return look(path)
-import_utils.create_import_structure_from_path = looked
-assert "transformers.models" not in sys.modules
-load_source("tiny-llama").build(device="meta")
-assert "llama" in read
-print(*(name for name in read if name == "models"))
-file = Path(transformers.__file__).with_name("models") / "__init__.py"
-structure = import_utils.define_import_structure(str(file))
-by_itself = import_utils._LazyModule("models", str(file), structure)
-print(set(dir(transformers.models)) >= set(by_itself.__all__) and by_itself.__all__ != [])
-print(transformers.models._class_to_module == by_itself._class_to_module)
-"""
-
-
-@pytest.mark.nightly
-def test_transformers_reads_its_models_once_and_knows_all_of_them() -> None:
-    assert python(FOLDERS).split() == ["True", "True"]
-
-
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
 def test_building_is_deterministic_and_leaves_the_random_states(name: str) -> None:
     torch.manual_seed(3)
     torch_state, python_state = torch.get_rng_state(), random.getstate()
-    first, again, other = (load_source(name).build(seed=seed) for seed in (1, 1, 2))
+    first, again, other = (model_of(load_source(name), seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
 
@@ -165,14 +133,14 @@ def test_a_record_builds_the_same_model_without_the_file(tmp_path: Path) -> None
     from_record = load_source("gone/config.json", model_config=from_file.model_config)
     assert from_folder.model_config == from_file.model_config == from_record.model_config
     assert "_source" not in from_file.model_config
-    weights = from_file.build().state_dict()
-    assert all(torch.equal(w, weights[k]) for k, w in from_record.build().state_dict().items())
+    weights = model_of(from_file).state_dict()
+    assert all(torch.equal(w, weights[k]) for k, w in model_of(from_record).state_dict().items())
 
 
 def test_batches_are_consecutive_bytes_of_the_text(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(24)))
-    batches = load_source("tiny-llama").batches(batch_size=2, seq_len=4, text=text, seed=0)
+    batches = batches_of(load_source("tiny-llama"), batch_size=2, seq_len=4, text=text, seed=0)
     seen = []
     for batch in itertools.islice(batches, 4):
         assert isinstance(batch, dict)
@@ -187,7 +155,7 @@ def test_batches_are_consecutive_bytes_of_the_text(tmp_path: Path) -> None:
 def test_the_default_text_is_long_and_the_seed_chooses_where_to_start() -> None:
     source = load_source("tiny-llama")
     zero, again, one = (
-        next(iter(source.batches(batch_size=4, seq_len=64, seed=seed))) for seed in (0, 0, 1)
+        next(iter(batches_of(source, batch_size=4, seq_len=64, seed=seed))) for seed in (0, 0, 1)
     )
     assert isinstance(zero, dict)
     assert isinstance(again, dict)
@@ -212,8 +180,8 @@ T5 = {
 @pytest.mark.parametrize("model_config", ["", json.dumps(T5)], ids=["tiny-gpt2", "t5"])
 def test_a_forward_gives_a_loss_that_can_be_differentiated(model_config: str) -> None:
     source = load_source("tiny-gpt2", model_config=model_config)
-    model = source.build()
-    loss = loss_of(call_model(model, next(source.batches(batch_size=2, seq_len=16))))
+    model = model_of(source)
+    loss = loss_of(call_model(model, next(batches_of(source, batch_size=2, seq_len=16))))
     loss.backward()
     assert loss.shape == ()
     assert all(p.grad is not None for p in model.parameters())
@@ -253,12 +221,12 @@ def factory_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("factory_folder")
 def test_a_factory_in_the_working_directory_brings_model_and_batches() -> None:
     source = load_source("my_factory:make")
-    model = source.build(dtype="bfloat16", seed=4)
+    model = model_of(source, dtype="bfloat16", seed=4)
     assert isinstance(model, nn.Linear)
     assert model.weight.dtype == torch.bfloat16
-    assert torch.equal(model.weight, source.build(dtype="bfloat16", seed=4).weight)  # type: ignore[arg-type]
+    assert torch.equal(model.weight, model_of(source, dtype="bfloat16", seed=4).weight)  # type: ignore[arg-type]
     sums = []
-    for batch in itertools.islice(source.batches(batch_size=2, seq_len=1), 3):
+    for batch in itertools.islice(batches_of(source, batch_size=2, seq_len=1), 3):
         assert isinstance(batch, tuple)
         sums.append(batch[0].sum().item())
     assert sums == [6, 0, 6]
@@ -273,10 +241,10 @@ def test_a_factory_in_a_file_finds_its_neighbours(factory_folder: Path, tmp_path
         "def make():\n    return torch.nn.Linear(WIDTH, 1), [torch.ones(2, WIDTH)]\n"
     )
     source = load_source(f"{script}:make")
-    model = source.build()
+    model = model_of(source)
     assert isinstance(model, nn.Linear)
     assert model.in_features == 3
-    assert next(iter(source.batches(batch_size=1, seq_len=1))).shape == (2, 3)  # type: ignore[union-attr]
+    assert next(batches_of(source)).shape == (2, 3)  # type: ignore[union-attr]
 
 
 @pytest.mark.usefixtures("factory_folder")
@@ -293,7 +261,7 @@ def test_a_factory_in_a_file_finds_its_neighbours(factory_folder: Path, tmp_path
 )
 def test_a_wrong_model_argument_is_one_clear_error(model: str, assert_says: Speaker) -> None:
     with pytest.raises(ProtrainError) as caught:
-        load_source(model).build()
+        model_of(load_source(model))
     assert_says(caught.value)
 
 
@@ -302,11 +270,11 @@ def test_a_bad_config_is_one_clear_error(tmp_path: Path, assert_says: Speaker) -
     for text in ("{", "[]", "{}", '{"model_type": "lama"}'):
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ProtrainError) as caught:
-            load_source(str(path)).build()
+            model_of(load_source(str(path)))
         assert_says(str(caught.value).replace(transformers.__version__, "VERSION"))
     path.write_text('{"model_type": "llama", "hidden_size": "x"}', encoding="utf-8")
     with pytest.raises(ProtrainError, match=r"transformers refuses the configuration: .*hidden_si"):
-        load_source(str(path)).build()
+        model_of(load_source(str(path)))
 
 
 def test_batches_that_cannot_be_are_refused(assert_says: Speaker) -> None:
@@ -319,11 +287,11 @@ def test_batches_that_cannot_be_are_refused(assert_says: Speaker) -> None:
         (ZOO["clip"].source, 8),
         (ZOO["whisper"].source, 65),
     ):
-        assert_says.refused(source.batches, batch_size=1, seq_len=seq_len)
+        assert_says.refused(batches_of, source, seq_len=seq_len)
 
 
 def first_batch(name: str, *, dtype: DType = "float32", seed: int = 0) -> dict[str, Any]:
-    batch = next(ZOO[name].source.batches(batch_size=2, seq_len=24, dtype=dtype, seed=seed))
+    batch = next(batches_of(ZOO[name].source, batch_size=2, seq_len=24, dtype=dtype, seed=seed))
     assert isinstance(batch, dict)
     return batch
 
@@ -384,7 +352,7 @@ def test_image_tokens_stand_before_the_text_and_are_no_targets() -> None:
 def test_building_leaves_the_configuration_as_it_was() -> None:
     source = load_source("llama-3.2-1b")  # transformers adds keys to its rope_scaling
     before = source.model_config
-    source.build(device="meta")
+    model_of(source, device="meta")
     assert source.model_config == before
 
 
@@ -395,7 +363,7 @@ def test_autocast_belongs_to_the_model_and_computes_what_plain_autocast_does() -
     specimen = ZOO["llama-autocast"]
     model, batches = specimen.make()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    plain = specimen.source.build()
+    plain = model_of(specimen.source)
     batch = next(batches)
     loss = loss_of(call_model(model, batch))
     with torch.autocast("cpu", dtype=torch.bfloat16):  # with its cache, as loops usually have it
@@ -409,7 +377,7 @@ def test_autocast_belongs_to_the_model_and_computes_what_plain_autocast_does() -
         assert found.grad is not None, name
         assert wanted.grad is not None, name
         assert torch.equal(found.grad, wanted.grad), name
-    assert not torch.equal(loss, loss_of(call_model(specimen.source.build(), batch)))
+    assert not torch.equal(loss, loss_of(call_model(model_of(specimen.source), batch)))
 
 
 def test_dtypes_of_every_precision(assert_says: Speaker) -> None:
@@ -440,10 +408,10 @@ def test_a_model_of_several_dtypes_keeps_them(asked: DType, tmp_path: Path) -> N
 
 @pytest.mark.nightly
 def test_master_weights_are_counted() -> None:
-    model = load_source("tiny-llama").build(dtype="bfloat16", precision="master")
-    batch = next(load_source("tiny-llama").batches(batch_size=1, seq_len=16))
+    model = model_of(load_source("tiny-llama"), dtype="bfloat16", precision="master")
+    batch = next(batches_of(load_source("tiny-llama"), batch_size=1, seq_len=16))
     anatomy = analyze_units(model, batch, discover(model, batch), precision="master")
-    units = measure_bytes(model, batch, anatomy, lambda: MemoryMeter("cpu")).units
+    units = measure_bytes(model, batch, anatomy, lambda: MemoryMeter("cpu"))[0]
     assert sum(unit.state_bytes for unit in units) == 12 * 375_648
     assert sum(unit.parameter_bytes for unit in units) == 2 * 375_648
 

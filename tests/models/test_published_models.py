@@ -1,6 +1,7 @@
 """Published models: those that take images or sound train on text, and every one is estimated."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.presets import preset_config, presets
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import caveats
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.contract.records.profile import Profile, Quantize
+from tests.support.estimates import batches_of, estimate, model_of
 from tests.support.hostile_models import Hostile
 from tests.support.judging import judged
 from tests.support.messages import Speaker
@@ -61,16 +62,16 @@ def estimated(config: Config, *, adapter: str = "", quantize: Quantize = "") -> 
 
 
 def trained_share(config: Config) -> tuple[int, int]:
-    model = load_source("config.json", model_config=json.dumps(config)).build(device="meta")
+    model = model_of(load_source("config.json", model_config=json.dumps(config)), device="meta")
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(size for size, grad in sizes if grad), sum(size for size, _ in sizes)
 
 
 def small_one(name: str) -> Hostile:
     source = load_source("config.json", model_config=json.dumps(small(PUBLISHED[name])))
-    batches = source.batches(batch_size=4, seq_len=16)
+    batches = batches_of(source, batch_size=4, seq_len=16)
     made = [next(batches) for _ in range(8)]
-    return Hostile(source.build, batch=lambda step: made[step % 8])
+    return Hostile(partial(model_of, source), batch=lambda step: made[step % 8])
 
 
 @pytest.mark.nightly("gemma3")

@@ -19,6 +19,7 @@ from protrain_runtime.contract.records.profile import DType, Precision, Quantize
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.quantized import packed_layers, scales_of
+from tests.support.estimates import batches_of, model_of
 from tests.support.messages import Speaker
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
@@ -56,15 +57,15 @@ def test_layers_and_bits_are_those_that_transformers_packs(
     """The oracle is from_pretrained with a BitsAndBytesConfig, given the same weights."""
     transformers: Any = pytest.importorskip("transformers")
     source = load_source(name)
-    plain: Any = source.build(dtype="bfloat16")
+    plain: Any = model_of(source, dtype="bfloat16")
     plain.save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path,
         dtype=torch.bfloat16,
         quantization_config=transformers.BitsAndBytesConfig(**OPTIONS[kind]),
     )
-    ours = source.build(dtype="bfloat16", adapter="lora r=4", quantize=kind)
-    without = dict(source.build(dtype="bfloat16", adapter="lora r=4").named_parameters())
+    ours = model_of(source, dtype="bfloat16", adapter="lora r=4", quantize=kind)
+    without = dict(model_of(source, dtype="bfloat16", adapter="lora r=4").named_parameters())
     for key, parameter in ours.named_parameters():
         assert "lora_" not in key or torch.equal(parameter, without[key])
     own, expected = of_the_base(ours), of_the_base(theirs)
@@ -85,8 +86,12 @@ def test_layers_and_bits_are_those_that_transformers_packs(
 def test_what_is_not_packed_has_the_dtype_of_the_precision(
     dtype: DType, precision: Precision, rest: DType
 ) -> None:
-    model = load_source("tiny-llama").build(
-        dtype=dtype, precision=precision, adapter="lora r=4", quantize="nf4"
+    model = model_of(
+        load_source("tiny-llama"),
+        dtype=dtype,
+        precision=precision,
+        adapter="lora r=4",
+        quantize="nf4",
     )
     unpacked = {p.dtype for p in model.parameters() if p.dtype != torch.uint8}
     assert unpacked == {TORCH_DTYPES[rest]}
@@ -99,9 +104,11 @@ def test_what_is_not_packed_has_the_dtype_of_the_precision(
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_the_same_seed_packs_the_same_and_on_meta_the_same_shapes(kind: Quantize) -> None:
     source = load_source("tiny-llama")
-    made = [of_the_base(source.build(adapter="lora r=4", quantize=kind, seed=3)) for _ in range(2)]
+    made = [
+        of_the_base(model_of(source, adapter="lora r=4", quantize=kind, seed=3)) for _ in range(2)
+    ]
     assert all(torch.equal(tensor, made[1][key]) for key, tensor in made[0].items())
-    absent = of_the_base(source.build(adapter="lora r=4", quantize=kind, device="meta"))
+    absent = of_the_base(model_of(source, adapter="lora r=4", quantize=kind, device="meta"))
     for key, tensor in made[0].items():
         assert (tensor.shape, tensor.dtype) == (absent[key].shape, absent[key].dtype)
 
@@ -111,7 +118,7 @@ def test_wrong_kinds_and_missing_adapters_are_one_clear_error(assert_says: Speak
         error = assert_says.refused(read_quantize, text, adapter=adapter)
         assert error.key == "--quantize"
     with pytest.raises(ProtrainError) as raised:
-        load_source("tiny-llama").build(quantize="nf4")
+        model_of(load_source("tiny-llama"), quantize="nf4")
     assert_says(raised.value)
     assert read_quantize(None, adapter="") == ""
     for kind in KINDS:
@@ -123,13 +130,13 @@ def test_a_missing_bitsandbytes_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ProtrainError) as raised:
-        load_source("tiny-llama").build(adapter="lora r=4", quantize="nf4")
+        model_of(load_source("tiny-llama"), adapter="lora r=4", quantize="nf4")
     assert_says(raised.value)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_checkpoint_has_the_names_of_the_librarys_own_state_dict(kind: Quantize) -> None:
-    model = load_source("tiny-llama").build(adapter="lora r=4", quantize=kind)
+    model = model_of(load_source("tiny-llama"), adapter="lora r=4", quantize=kind)
     values = dict(model_values(model, None))
     state = model.state_dict()
     assert values.keys() == state.keys()
@@ -154,7 +161,7 @@ def test_a_model_is_packed_as_it_is_drawn(kind: Quantize) -> None:
     def building(quantize: Quantize) -> tuple[nn.Module, int]:
         with MemoryMeter() as meter:
             meter.mark("build")
-            model = source.build(dtype="bfloat16", adapter="lora r=4", quantize=quantize)
+            model = model_of(source, dtype="bfloat16", adapter="lora r=4", quantize=quantize)
         (segment,) = meter.segments
         return model, segment.peak_bytes - segment.start_bytes
 
@@ -173,17 +180,26 @@ def test_a_factorys_plain_model_is_packed_and_gets_adapters(
 ) -> None:
     """Biases of packed layers are in the dtype that is computed in, as the first forward does."""
     source = load_source("tests.support.quantized_models:plain_factory")
-    model = source.build(dtype="bfloat16", precision=precision, adapter="lora r=4", quantize=kind)
+    model = model_of(
+        source, dtype="bfloat16", precision=precision, adapter="lora r=4", quantize=kind
+    )
     layers = dict(packed_layers(model))
     assert len(layers) == 7 * 3
     assert all(
         layer.bias.dtype == torch.bfloat16 for layer in layers.values() if layer.bias is not None
     )
-    batch = next(source.batches(batch_size=4, seq_len=64, dtype="bfloat16", precision=precision))
+    batch = next(
+        batches_of(source, batch_size=4, seq_len=64, dtype="bfloat16", precision=precision)
+    )
     before = model_fingerprint(model)
     loss_of(call_model(model, batch)).backward()
     assert model_fingerprint(model) == before
-    on_meta = source.build(
-        dtype="bfloat16", precision=precision, adapter="lora r=4", quantize=kind, device="meta"
+    on_meta = model_of(
+        source,
+        dtype="bfloat16",
+        precision=precision,
+        adapter="lora r=4",
+        quantize=kind,
+        device="meta",
     )
     assert model_fingerprint(on_meta) == before

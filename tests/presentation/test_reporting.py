@@ -318,7 +318,7 @@ def test_a_stage_s_step_is_that_of_its_own_problem() -> None:
         assert (of.stage, step.plan) == (stage, own)
         peak = own.prediction.peak_bytes
         assert step.report.tier_peaks == peak
-        assert memory(step)[0].totals[step.report.peak_slot.index] == peak.on_device
+        assert memory(step)[0].totals[step.report.peak_slot] == peak.on_device
         data = step_data(step)
         assert (data["stage"], data["plan_fingerprint"]) == (stage, fingerprint(of.plan))
     busiest = stages_step()

@@ -15,7 +15,7 @@ from protrain_plan.profiling.structure.discovery import discover
 from protrain_plan.profiling.structure.faking import fake_batch, faking
 from protrain_runtime.contract.records.profile import Form, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from tests.support.estimates import device, small_source, weighed
+from tests.support.estimates import batches_of, device, model_of, small_source, weighed
 from tests.support.hostile_models import Chain
 from tests.support.thinning import thinned
 
@@ -46,9 +46,9 @@ def measured(
 @pytest.mark.parametrize("name", thinned(tuple(REPRESENTATIVES), every=4))
 def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
     source = small_source(name)
-    real = next(iter(source.batches(batch_size=2, seq_len=32)))
+    real = next(iter(batches_of(source, batch_size=2, seq_len=32)))
     with faking() as mode:
-        model, batch = source.build(), fake_batch(mode, real)
+        model, batch = model_of(source), fake_batch(mode, real)
         whole, some, ran = measured(model, batch, lambda: FakeMeter(allocator_of(device())))
     assert ran == REPRESENTATIVES[name]
     assert some == whole
@@ -57,8 +57,8 @@ def test_units_are_equal_to_the_byte_with_fake_tensors(name: str) -> None:
 @pytest.mark.nightly
 def test_units_are_equal_to_the_byte_with_real_tensors() -> None:
     source = small_source("llama")
-    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
-    whole, some, _ = measured(source.build(), batch)
+    batch = next(iter(batches_of(source, batch_size=2, seq_len=32)))
+    whole, some, _ = measured(model_of(source), batch)
     assert some == whole
 
 
@@ -127,8 +127,8 @@ def test_a_block_after_other_code_than_its_equals_runs() -> None:
 
 def test_stand_ins_need_no_parameters_and_values_stay_finite() -> None:
     source = small_source("llama")
-    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
-    model = source.build()
+    batch = next(iter(batches_of(source, batch_size=2, seq_len=32)))
+    model = model_of(source)
     found = discover(model, batch)
     block_classes = equal_blocks(model, found, batch)
     for unit in block_classes.stubbed:

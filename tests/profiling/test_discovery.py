@@ -13,6 +13,7 @@ from protrain_plan.models.batches import Batch
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.structure.discovery import FoundUnit, discover
 from protrain_runtime.diagnostics.matching import model_fingerprint
+from tests.support.estimates import batches_of, model_of
 
 CONFIGS = {
     "llama": None,
@@ -31,7 +32,7 @@ CONFIGS = {
 def built(name: str) -> tuple[nn.Module, Batch]:
     config = CONFIGS[name]
     source = load_source(f"tiny-{name}", model_config=json.dumps(config) if config else "")
-    return source.build(), next(source.batches(batch_size=2, seq_len=16))
+    return model_of(source), next(batches_of(source, batch_size=2, seq_len=16))
 
 
 def names(units: tuple[FoundUnit, ...]) -> list[str]:
@@ -235,7 +236,7 @@ def test_fake_tensors_give_the_same_units() -> None:
     expected = [(unit.kind, unit.name, sorted(unit.parameters)) for unit in discover(model, batch)]
     with FakeTensorMode():
         source = load_source("x", model_config=json.dumps(CONFIGS["llama-tied"]))
-        fake = source.build()
+        fake = model_of(source)
         tokens = torch.zeros(2, 16, dtype=torch.int64)
         found = discover(fake, {"input_ids": tokens, "labels": tokens})
     assert [(unit.kind, unit.name, sorted(unit.parameters)) for unit in found] == expected

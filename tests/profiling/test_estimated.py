@@ -12,13 +12,12 @@ from rich.console import Console
 
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import profile_text
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import DType, Profile
 from protrain_runtime.diagnostics.matching import model_fingerprint
-from tests.support.estimates import bytes_alone, machine, weighed
+from tests.support.estimates import batches_of, bytes_alone, estimate, machine, model_of, weighed
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import described_by
 
@@ -60,8 +59,8 @@ def tiny_llama() -> Profile:
 def test_bytes_are_those_of_real_tensors(name: str) -> None:
     source = load_source(name, model_config=SOURCES[name])
     profile = estimated(source, machine())
-    model = source.build()
-    batch = next(iter(source.batches(batch_size=2, seq_len=32)))
+    model = model_of(source)
+    batch = next(iter(batches_of(source, batch_size=2, seq_len=32)))
     real, anatomy = weighed(model, batch, warm=True)
     assert list(map(bytes_alone, profile.units, real)) == real
     assert profile.base_bytes == anatomy.base_bytes
@@ -76,7 +75,7 @@ def test_model_flops_are_those_of_palm_s_formula() -> None:
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     weights = {
         name: parameter.numel()
-        for name, parameter in source.build().named_parameters()
+        for name, parameter in model_of(source).named_parameters()
         if parameter.dim() == 2 and "embed_tokens" not in name
     }
     assert "lm_head.weight" in weights
@@ -105,7 +104,7 @@ def test_a_factorys_model_can_be_estimated_in_another_dtype() -> None:
     plain = estimated(source, machine())
     for unit, wide in zip(profile.units, plain.units, strict=True):
         assert 2 * unit.parameter_bytes == wide.parameter_bytes
-    assert profile.model_fingerprint == model_fingerprint(source.build(dtype="bfloat16"))
+    assert profile.model_fingerprint == model_fingerprint(model_of(source, dtype="bfloat16"))
 
 
 def test_the_record_says_that_it_is_estimated_and_is_read_again() -> None:
@@ -197,10 +196,11 @@ def test_a_processor_whose_kernels_are_not_bounded_is_refused(assert_says: Speak
 
 CHECKPOINTED = """
 from protrain_plan.models.sources import load_source
+from tests.support.estimates import batches_of, model_of
 
 def plain():
     source = load_source("tiny-llama")
-    return source.build(seed=0), source.batches(batch_size=2, seq_len=32)
+    return model_of(source), batches_of(source, batch_size=2, seq_len=32)
 
 def checkpointed():
     model, batches = plain()

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.structure.discovery import undisturbed
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.update_rules import UpdateRules
-from tests.support.estimates import machine
+from tests.support.estimates import estimate, machine
 from tests.support.hostile_models import Chain
 
 WIDTH = 16

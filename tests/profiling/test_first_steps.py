@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_plan.commands.training import train
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.profiling.optimizer_cost import workspace_by_rule
 from protrain_runtime.contract.program.memory import promised_bytes
@@ -25,6 +24,7 @@ from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.peaks import SLACK_BYTES, bytes_of_others
 from tests.support.runtime_cases import decided, described_by, plan_of, profiled_here
+from tests.support.trained import train
 
 LOW_RANK = "tests.support.low_rank:LowRank"
 SHAPES = Counter({(torch.float32, torch.Size([n, 64])): n // 96 for n in (96, 192)})
@@ -196,13 +196,11 @@ def test_slow_steps_train_as_plain_torch_within_what_was_predicted(
     above = []
     for num_steps in (NUM_STEPS, 2):
         others = bytes_of_others()
-        run = train(plan, num_steps=num_steps, plain=False, text=None, spill_directory=tmp_path)
+        run = train(plan, num_steps=num_steps, plain=False, spill_directory=tmp_path)
         slots = [size - others for size in run.slot_bytes]
         assert all(size <= bound for size, bound in zip(slots, most, strict=True))
         above.append([bound - size for size, bound in zip(slots, most, strict=True)])
-        plainly = train(
-            plan, num_steps=num_steps, plain=True, text=None, spill_directory=None, measured=False
-        )
+        plainly = train(plan, num_steps=num_steps, plain=True, spill_directory=None, compared=True)
         assert (run.losses, run.parameters_sha256) == (plainly.losses, plainly.parameters_sha256)
     # Exact but where the optimizer steps: a usual step takes less of what a slow one may take.
     slow, usual = above

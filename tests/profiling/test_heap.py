@@ -31,14 +31,15 @@ _PAST_THE_END = (
 
 _PROFILES = """
 import gc, torch
-from protrain_plan.profiling.unit_by_unit import sketched, workload_of
+from protrain_plan.profiling.unit_by_unit import sketched
 from protrain_plan.models.sources import load_source
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.copying_models import COPYING, Copying
+from tests.support.estimates import asked
 told = 0
 for name in COPYING:
     source = load_source(f"tests.support.copying_models:{name}")
-    workload = workload_of(source, "cpu", {"batch_size": 1, "seq_len": 1, "dtype": "float32"})
+    workload, _ = asked(source, batch_size=1, seq_len=1, dtype="float32")
     try:
         sketched(source, workload, text=None)
     except Exception as error:  # lengths are values that a sketch has not

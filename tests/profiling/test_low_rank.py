@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.activations.selective_recompute import LARGEST_RANK, is_low_rank, kind_of
 from protrain_runtime.contract.records.profile import Form, Profile
+from tests.support.estimates import batches_of, estimate, model_of
 from tests.support.hostile_models import Hostile
 from tests.support.judging import PlanName, judged
 from tests.support.peaks import SLACK_BYTES
@@ -152,10 +152,10 @@ def adapted() -> Hostile:
     operators take besides differs by 1.5 KiB from processor to processor.
     """
     source = load_source("tiny-llama")
-    batches = source.batches(batch_size=BATCH, seq_len=SEQUENCE)
+    batches = batches_of(source, batch_size=BATCH, seq_len=SEQUENCE)
     made = [next(batches) for _ in range(20)]
     return Hostile(
-        lambda: source.build(adapter="lora r=4"),
+        lambda: model_of(source, adapter="lora r=4"),
         batch=lambda step: made[step % 20],
         above_slots=2 * SLACK_BYTES + 4 * BATCH * SEQUENCE * 96,
     )

@@ -10,11 +10,10 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import INT8_PRODUCT, PACKED_PRODUCT, allocator_of
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.contract.program.program import BLOCK_BYTES, in_blocks
 from protrain_runtime.contract.records.profile import DType, Profile, Quantize
 from protrain_runtime.diagnostics.matching import model_fingerprint
-from tests.support.estimates import bytes_alone, machine, weighed
+from tests.support.estimates import batches_of, bytes_alone, estimate, machine, model_of, weighed
 
 pytest.importorskip("bitsandbytes")
 
@@ -63,8 +62,8 @@ def test_bytes_are_those_of_real_tensors(dtype: DType, kind: Quantize, adapter: 
     width, inner, tokens = SMALL
     profile = estimated("cpu", dtype=dtype, quantize=kind, adapter=adapter, sizes=SMALL)
     source = load_source("packed", model_config=config(width, inner))
-    model = source.build(dtype=dtype, adapter=adapter, quantize=kind)
-    batch = next(iter(source.batches(batch_size=1, seq_len=tokens, dtype=dtype)))
+    model = model_of(source, dtype=dtype, adapter=adapter, quantize=kind)
+    batch = next(iter(batches_of(source, batch_size=1, seq_len=tokens, dtype=dtype)))
     real, structure = weighed(model, batch, warm=True)
     assert list(map(bytes_alone, profile.units, real)) == real
     assert profile.base_bytes == structure.base_bytes

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from protrain_plan.commands.training import train
 from protrain_plan.hardware.probe import probe
 from protrain_plan.hardware.speeds import measure_overheads
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
@@ -34,8 +33,10 @@ from protrain_runtime.contract.records.profile import DType, Profile, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
+from tests.support.estimates import batches_of, model_of
 from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
 from tests.support.programs import compile_units
+from tests.support.trained import train
 
 pytestmark = pytest.mark.emulated
 
@@ -69,8 +70,8 @@ def measured_model(where: torch.device, dtype: DType) -> Profile:
     """A profile of a machine that is not probed, nor is its optimizer timed."""
     machine = gpu(disk_gb=1)
     device = replace(machine.device, kind="emulated", memory_bytes=2**32)
-    batches = SOURCE.batches(batch_size=2, seq_len=64, dtype=dtype, device=where)
-    model = SOURCE.build(dtype=dtype, device=where)
+    batches = batches_of(SOURCE, batch_size=2, seq_len=64, dtype=dtype, device=where)
+    model = model_of(SOURCE, dtype=dtype, device=where)
     workload = Workload(
         model=SOURCE.name,
         model_config=SOURCE.model_config,
@@ -103,8 +104,8 @@ def test_a_profile_counts_workspaces_and_context_and_the_other_device_has_nothin
     profile = profiled(card)
     assert torch.accelerator.memory_allocated(other) == before
     assert profile.workload.device == profile.hardware.device.kind == "emulated"
-    model = SOURCE.build(dtype="bfloat16", device=card)
-    batch = next(SOURCE.batches(batch_size=2, seq_len=64, dtype="bfloat16", device=card))
+    model = model_of(SOURCE, dtype="bfloat16", device=card)
+    batch = next(batches_of(SOURCE, batch_size=2, seq_len=64, dtype="bfloat16", device=card))
     anatomy = analyze_units(model, batch, discover(model, batch), device="emulated")
     kept = profile.fixed_bytes - anatomy.fixed_bytes
     assert kept >= WORKSPACES
@@ -211,9 +212,7 @@ def test_a_plan_runs_under_a_limit_on_what_it_predicts(
     others = reachable_bytes(card)
     kept = torch.accelerator.memory_reserved(card) if others else 0
     with capped(card, peak.reserved + kept):
-        run = train(
-            plan, num_steps=3, plain=False, text=None, spill_directory=tmp_path, device=card
-        )
+        run = train(plan, num_steps=3, plain=False, spill_directory=tmp_path, device=str(card))
     measured = [size - others for size in run.slot_bytes]
     over = [(n, m - p) for n, (m, p) in enumerate(zip(measured, predicted, strict=True))]
     assert [(slot, more) for slot, more in over if more > 0] == []

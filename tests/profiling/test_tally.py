@@ -9,20 +9,20 @@ import pytest
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate, tallies
+from protrain_plan.profiling.estimated import tallies
 from protrain_plan.profiling.tally import Tally, dumps_tally, loads_tally
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.profile import Profile
+from tests.support.estimates import asked, estimate
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "seq_len": 64, "dtype": "bfloat16"}
 
 
 @cache
 def tally() -> Tally:
-    (made,) = tallies(
-        load_source("tiny-llama"), machines=[load_hardware("rtx-4090")], precision="master",
-        **OPTIONS,
-    )  # fmt: skip
+    source = load_source("tiny-llama")
+    workload, _ = asked(source, precision="master", **OPTIONS)
+    (made,) = tallies(source, workload, machines=[load_hardware("rtx-4090")])
     return made
 
 

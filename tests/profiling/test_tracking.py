@@ -23,7 +23,7 @@ from protrain_runtime.contract.records.hardware import DeviceKind
 from protrain_runtime.contract.records.profile import DType, Form
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment
 from tests.support.configs import CONFIGS
-from tests.support.estimates import device, small_source
+from tests.support.estimates import batches_of, device, model_of, small_source
 from tests.support.messages import Speaker
 from tests.support.thinning import thinned
 
@@ -37,7 +37,7 @@ def segments(
     meter: passes.MeterFactory,
     dtype: DType = "float32",
 ) -> tuple[Segment, ...]:
-    model = made.build(dtype=dtype)
+    model = model_of(made, dtype=dtype)
     modules = [unit.module for unit in discover(model, batch)]
     return passes.memory_segments(model, modules, batch, form, meter=meter)
 
@@ -61,7 +61,7 @@ def test_every_slot_of_a_step_has_the_bytes_of_real_tensors(case: str) -> None:
     """In 16 bits, those of the machine at hand."""
     name, form, dtype, batch_size, seq_len = SLOTS[case]
     made = small_source(name, num_hidden_layers=2)
-    batch = next(iter(made.batches(batch_size=batch_size, seq_len=seq_len)))
+    batch = next(iter(batches_of(made, batch_size=batch_size, seq_len=seq_len)))
     allocator = allocator_of(device(name="" if dtype == "float32" else processor_name()))
     real = segments(made, batch, form, MemoryMeter, dtype)
     with faking() as mode:

@@ -12,7 +12,6 @@ from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import ModelSource, load_source
-from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.block_classes import filled, stubs_in_place
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
@@ -27,7 +26,7 @@ from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.absent import without_parameters
 from tests.support.commands import python
 from tests.support.configs import CONFIGS, SMALL
-from tests.support.estimates import weighed
+from tests.support.estimates import batches_of, measure, model_of, weighed
 from tests.support.hostile_models import WORKLOAD
 
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
@@ -56,15 +55,7 @@ def source_and_workload(name: str) -> tuple[ModelSource, Workload]:
 
 def whole(source: ModelSource, workload: Workload) -> tuple[list[Unit], int, str]:
     """Units, base bytes and fingerprint of the model as it is."""
-    model = source.build(
-        dtype=workload.dtype,
-        precision=workload.precision,
-        adapter=workload.adapter,
-        quantize=workload.quantize,
-    )
-    batch = next(
-        source.batches(batch_size=2, seq_len=32, dtype=workload.dtype, precision=workload.precision)
-    )
+    model, batch = source.build(workload), next(source.batches(workload))
     units, anatomy = weighed(model, batch, warm=True, precision=workload.precision)
     return units, anatomy.base_bytes, model_fingerprint(model)
 
@@ -84,7 +75,7 @@ def test_bytes_are_those_of_the_whole_model(name: str) -> None:
         passes.training_step(model, batch)
         passes.drop_gradients(model)
         anatomy = analyze_units(model, batch, found, precision=workload.precision)
-        units = measure_bytes(model, batch, anatomy, MemoryMeter).units
+        units = measure_bytes(model, batch, anatomy, MemoryMeter)[0]
     assert (
         filled(units, sketch.block_classes),
         anatomy.base_bytes,
@@ -132,8 +123,8 @@ def test_parameters_are_built_without_memory_and_stay_tied() -> None:
 def test_a_sketch_counts_what_a_step_takes() -> None:
     source, workload = source_and_workload("llama")
     sketch = sketched(source, workload, text=None)
-    model = source.build()
-    batch = next(source.batches(batch_size=2, seq_len=32))
+    model = model_of(source)
+    batch = next(batches_of(source, batch_size=2, seq_len=32))
     with MemoryMeter() as meter:
         meter.mark("step")
         passes.training_step(model, batch)

@@ -11,8 +11,8 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.improving import Effort
-from protrain_plan.profiling.estimated import estimates
 from protrain_runtime.contract.records.plan import Budgets
+from tests.support.estimates import estimates
 
 USUAL = gc.get_threshold()
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import protrain_runtime
-from protrain_plan.commands.training import train
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
@@ -34,6 +33,7 @@ from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.diagnostics.out_of_memory import explain_memory
 from protrain_runtime.model.prepared import engine_of
+from tests.support.estimates import batches_of, model_of
 from tests.support.peaks import (
     SLACK_BYTES,
     assert_disk_within,
@@ -50,6 +50,7 @@ from tests.support.runtime_cases import (
     plan_of,
     random_schedule,
 )
+from tests.support.trained import train
 
 PIECE_BYTES = 1 << 15
 NUM_STEPS = 3  # the last one is measured
@@ -65,9 +66,7 @@ def measured(rank: int, _: int, plans: Sequence[Plan], spill: Path) -> list[tupl
     found: list[tuple[list[int], int]] = []
     for plan in plans:
         others = bytes_of_others()
-        run = train(
-            plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill, rank=rank
-        )
+        run = train(plan, num_steps=NUM_STEPS, plain=False, spill_directory=spill, rank=rank)
         assert run.measured_peak_bytes is not None
         slots = [size - others for size in run.slot_bytes]
         found.append((slots, run.measured_peak_bytes.disk))
@@ -130,9 +129,9 @@ def explained(rank: int, _: int, plan: Plan, profile: Profile) -> str:
     """The message where a rank asks for more than any machine has, in a backward."""
     workload = plan.workload
     source = load_source(workload.model, model_config=workload.model_config)
-    model = source.build(dtype="float32", seed=0)
-    batches = source.batches(
-        batch_size=workload.batch_size, seq_len=workload.seq_len, dtype="float32", seed=rank
+    model = model_of(source, dtype="float32", seed=0)
+    batches = batches_of(
+        source, batch_size=workload.batch_size, seq_len=workload.seq_len, dtype="float32", seed=rank
     )
     model, _optimizer = protrain_runtime.prepare(model, plan, optimizer=optimizer_factory("adamw"))
     loss = loss_of(call_model(model, next(batches)))

@@ -26,11 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.commands.training import Run as Trained
-from protrain_plan.commands.training import train
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.profiling.measured import measure
 from protrain_runtime import OutOfMemoryError, explain_memory, full_parameters, record, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
@@ -59,6 +57,7 @@ from protrain_runtime.diagnostics.checking import DifferenceError
 from protrain_runtime.model.prepared import below_device
 from protrain_runtime.states.updates import spare_threads
 from tests.support.cards import CARDS, capped, card_called, host_waits
+from tests.support.estimates import batches_of, measure, model_of
 from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
 from tests.support.plan_settings import with_settings
@@ -81,6 +80,7 @@ from tests.support.runtime_cases import (
 )
 from tests.support.scenario import Loop, Run, Scenario, Units, refusal
 from tests.support.thinning import thinned
+from tests.support.trained import train
 
 HOST = Placement(tier="host")
 
@@ -694,7 +694,7 @@ def bytes_of_others() -> int:
 def ran(plan: Plan, spill: Path) -> Trained:
     """A run, with the bytes that others have on the card taken off."""
     others = bytes_of_others()
-    run = train(plan, num_steps=3, plain=False, text=None, spill_directory=spill, device=device())
+    run = train(plan, num_steps=3, plain=False, spill_directory=spill, device=str(device()))
     peak = run.measured_peak_bytes
     assert peak
     return replace(
@@ -798,9 +798,9 @@ def filling(num_bytes: int) -> Iterator[Tensor]:
 def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) -> None:
     """A cap below what is planned, set by the allocator."""
     source = load_source("tiny-llama")
-    batches = source.batches(batch_size=4, seq_len=64, device=device())
+    batches = batches_of(source, batch_size=4, seq_len=64, device=device())
     run = Scenario(
-        model=Subject(lambda: source.build(dtype="bfloat16"), lambda _: next(batches)),
+        model=Subject(lambda: model_of(source, dtype="bfloat16"), lambda _: next(batches)),
         plan=lambda _: planned(profile, decided(described_by(profile), KEEP, HOST)),
     ).start(tmp_path)
     given = run.subject.batch(0)

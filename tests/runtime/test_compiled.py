@@ -16,8 +16,7 @@ from torch._dynamo.utils import counters
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.compiling import compilation_since, compiled_so_far
-from protrain_plan.profiling.estimated import estimate
-from protrain_plan.profiling.measured import compiler_bytes, measure
+from protrain_plan.profiling.measured import compiler_bytes
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.activations.compiled import compile_each
@@ -38,6 +37,7 @@ from protrain_runtime.model.prepared import restore
 from protrain_runtime.preparation import compile_blocks, prepare
 from tests.support import forked
 from tests.support.commands import printed, protrain
+from tests.support.estimates import estimate, measure
 from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
 from tests.support.planning_cases import cpu, decoder
@@ -173,7 +173,7 @@ def forms(model: nn.Module) -> list[tuple[str, str, tuple[str, ...]]]:
     given = batch("llama", 0)
     units = measure_bytes(
         model, given, analyze_units(model, given, discover(model, given)), MemoryMeter
-    ).units
+    )[0]
     return [(u.kind, u.name, tuple(cost.form for cost in u.forms)) for u in units]
 
 

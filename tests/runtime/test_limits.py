@@ -91,8 +91,8 @@ from protrain_runtime.model.prepared import engine_of
 return_freed_memory()
 plan = read_plan(@plan)
 source = load_source(plan.workload.model, model_config=plan.workload.model_config)
-model = source.build(dtype="float32", seed=0)
-batches = source.batches(batch_size=4, seq_len=64, dtype="float32", seed=0)
+model = source.build(plan.workload)
+batches = source.batches(plan.workload)
 model, optimizer = protrain_runtime.prepare(model, plan, optimizer=optimizer_factory("adamw"))
 
 def step():

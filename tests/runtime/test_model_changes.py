@@ -11,13 +11,13 @@ from torch import nn
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import with_batch_sizes
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime import restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Placement, Plan
 from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.diagnostics.matching import model_changes, model_tensors
+from tests.support.estimates import estimate, model_of
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     MODELS,
@@ -144,7 +144,7 @@ def test_a_factorys_larger_batch_is_refused_and_a_smaller_one_trains(
     assert profile.workload.inputs == ("tokens 4x64",)
     units = decided(described_by(profile), RECOMPUTE, Placement(tier="disk"))
     plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    run = Scenario(plan=lambda _: plan).prepared(source.build(), tmp_path)
+    run = Scenario(plan=lambda _: plan).prepared(model_of(source), tmp_path)
     for sizes in [(4, 64), (1, 64), (4, 8)]:
         run.model(torch.zeros(sizes, dtype=torch.int64)).backward()
         run.update()

@@ -23,7 +23,6 @@ from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.optimizers import KNOWN, OF_8_BITS, OF_MATRICES, optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.profiling.estimated import estimate
 from protrain_plan.profiling.optimizer_cost import cuts_of
 from protrain_plan.profiling.structure.faking import faking
 from protrain_runtime import load, save, with_master_weights
@@ -45,6 +44,7 @@ from protrain_runtime.states.compositions import Composition, is_composed, taken
 from protrain_runtime.states.update_rules import StateRule, UpdateRules
 from protrain_runtime.states.updates import ranges
 from tests.support import judging, odd_optimizers
+from tests.support.estimates import estimate
 from tests.support.hostile_models import Hostile
 from tests.support.low_rank import LowRank
 from tests.support.messages import Speaker

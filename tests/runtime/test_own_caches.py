@@ -14,12 +14,11 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 from protrain_plan.models.sources import load_source
 from protrain_plan.presentation.profiles import caveats
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime import restore
 from protrain_runtime.activations.own_caches import switch_off_caches
 from protrain_runtime.contract.records.plan import RECOMPUTE, Placement
 from protrain_runtime.contract.records.profile import HANDS_ON, Profile
-from tests.support.estimates import machine
+from tests.support.estimates import estimate, machine
 from tests.support.runtime_cases import (
     VOCABULARY,
     Subject,

@@ -14,14 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from protrain_plan.commands.training import Checkpoints, train
 from protrain_plan.commands.training import Run as Trained
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import call_model
 from protrain_plan.models.building import seeded
 from protrain_plan.models.quantizing import as_made
 from protrain_plan.models.sources import ModelSource, load_source
-from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_runtime import load, restore, save
 from protrain_runtime.contract.errors import ProtrainError
@@ -43,6 +41,7 @@ from protrain_runtime.states.quantized import (
     settle_quantized,
 )
 from tests.support import quantized_models
+from tests.support.estimates import measure, model_of
 from tests.support.messages import Speaker
 from tests.support.peaks import (
     PIECE_BYTES,
@@ -64,6 +63,7 @@ from tests.support.runtime_cases import (
     units_of,
 )
 from tests.support.scenario import Loop, Run, Scenario, restored
+from tests.support.trained import train
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 
@@ -113,7 +113,7 @@ def measured(source: ModelSource, folder: Path, **options: Any) -> Profile:
 def plain(profile: Profile) -> Trained:
     """Five steps of plain PyTorch on the same packed model."""
     plan = planned(profile, KEEP, PERSISTENT)
-    return train(plan, num_steps=5, plain=True, text=None, spill_directory=None)
+    return train(plan, num_steps=5, plain=True, spill_directory=None)
 
 
 def planned(profile: Profile, activations: Activations, states: Placement) -> Plan:
@@ -146,11 +146,11 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
     counted = sum(r * c // 64 + 4 * -(-r * c // 16384) + tables for r, c in shapes)
     counted = sum(4 * rows for rows, _ in shapes) if eight else counted
     source = load_source("packed", model_config=json.dumps(CONFIG))
-    packed_model = source.build(
-        dtype="bfloat16", adapter=ADAPTER, quantize=profile.workload.quantize
+    packed_model = model_of(
+        source, dtype="bfloat16", adapter=ADAPTER, quantize=profile.workload.quantize
     )
     assert sum(t.numel() * t.itemsize for t in scales(packed_model)) == len(blocks) * counted
-    without = source.build(dtype="bfloat16", adapter=ADAPTER, device="meta")
+    without = model_of(source, dtype="bfloat16", adapter=ADAPTER, device="meta")
     buffers = sum(b.numel() * b.itemsize for b in without.buffers())
     tokens = 2 * 8 * BATCH * SEQUENCE
     shared = profile.base_bytes - len(blocks) * counted - buffers - tokens
@@ -179,7 +179,7 @@ def test_training_is_plain_pytorchs_bitwise_within_what_was_predicted(
     """
     plan = planned(profile, activations, states)
     others = bytes_of_others()
-    found = train(plan, num_steps=5, plain=False, text=None, spill_directory=tmp_path)
+    found = train(plan, num_steps=5, plain=False, spill_directory=tmp_path)
     assert found.losses == plain.losses
     assert len(set(found.losses)) == 5
     assert found.parameters_sha256 == plain.parameters_sha256
@@ -199,7 +199,7 @@ def test_a_plain_run_takes_what_is_predicted_within_five_percent(
     program = compile_units(plan.units, profile, piece_bytes=PIECE_BYTES)
     predicted = max(slot.total for slot in device_bytes(program))
     others = bytes_of_others()
-    found = train(plan, num_steps=3, plain=True, text=None, spill_directory=tmp_path)
+    found = train(plan, num_steps=3, plain=True, spill_directory=tmp_path)
     assert found.measured_peak_bytes is not None
     measured = found.measured_peak_bytes.device - others
     assert measured <= predicted <= 1.05 * measured
@@ -211,19 +211,18 @@ def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
 ) -> None:
     saved, again = tmp_path / "saved", tmp_path / "again"
     swapped = planned(profile, Activations(tier="disk"), PERSISTENT)
-    runs: list[tuple[Plan, int, Checkpoints]] = [
-        (planned(profile, RECOMPUTE, Placement(tier="disk")), 2, Checkpoints(directory=saved)),
-        (swapped, 3, Checkpoints(resume=saved, directory=again)),
-        (swapped, 5, Checkpoints(resume=again)),
+    runs: list[tuple[Plan, int, dict[str, Any]]] = [
+        (planned(profile, RECOMPUTE, Placement(tier="disk")), 2, {"save": saved}),
+        (swapped, 3, {"resume": saved, "save": again}),
+        (swapped, 5, {"resume": again}),
     ]
     for plan, num_steps, checkpoints in runs:
         ended = train(
             plan,
             num_steps=num_steps,
             plain=num_steps == 5,
-            text=None,
             spill_directory=None if num_steps == 5 else tmp_path,
-            checkpoints=checkpoints,
+            **checkpoints,
         )
     assert ended.losses == plain.losses[3:]
     assert ended.parameters_sha256 == plain.parameters_sha256
@@ -447,8 +446,7 @@ def test_a_factorys_packed_model_is_profiled_planned_and_trained(
     assert all(unit.stays == "" and unit.runs_once == "" for unit in record.units)
     plan = planned(record, RECOMPUTE, Placement(tier="disk"))
     found, plainly = (
-        train(plan, num_steps=3, plain=plain, text=None, spill_directory=tmp_path)
-        for plain in (False, True)
+        train(plan, num_steps=3, plain=plain, spill_directory=tmp_path) for plain in (False, True)
     )
     assert found.losses == plainly.losses
     assert found.parameters_sha256 == plainly.parameters_sha256

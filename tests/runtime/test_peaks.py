@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.hardware.speeds import lane_update
+from protrain_plan.hardware.speeds import Stepped, lane_update
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import TORCH_DTYPES
 from protrain_plan.models.optimizers import optimizer_factory
@@ -27,7 +27,6 @@ from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import plan as solve
-from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.optimizer_cost import workspace
 from protrain_plan.simulation.wear import wear
 from protrain_runtime.contract.program.compiling import program_of
@@ -55,6 +54,7 @@ from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device
 from protrain_runtime.states.updates import UpdateTeam
+from tests.support.estimates import batches_of, measure, model_of
 from tests.support.peaks import (
     NUM_STEPS,
     PIECE_BYTES,
@@ -235,7 +235,7 @@ def started(
 ) -> Run:
     """A run of the profile's model, with batches as the profile's."""
     source = load_source(profile.workload.model, model_config=profile.workload.model_config)
-    given = source.batches(batch_size=4, seq_len=64, device="cpu", text=None, seed=0)
+    given = batches_of(source, batch_size=4, seq_len=64, device="cpu", text=None, seed=0)
     held: dict[int, Batch] = {}  # one batch, as the profile counts
 
     def batch_at(number: int) -> Batch:
@@ -245,7 +245,7 @@ def started(
         return held[number]
 
     return Scenario(
-        model=Subject(lambda: source.build(seed=0), batch_at),
+        model=Subject(lambda: model_of(source, seed=0), batch_at),
         plan=lambda _: plan or plan_for_profile(profile, units, piece_bytes),
         options=options,
     ).start(spill)
@@ -323,7 +323,8 @@ def test_a_lanes_update_takes_the_workspace_of_one_run(optimizer: str, dtype: DT
         pytest.importorskip("bitsandbytes")
     run, runs = 2**16, 8
     team = UpdateTeam(longest=run)
-    update = lane_update(dtype, team, num_parameters=run * runs, num_tensors=2, optimizer=optimizer)
+    stepped = Stepped(dtype, optimizer)
+    update = lane_update(stepped, team, num_parameters=run * runs, num_tensors=2)
     fraction = workspace(optimizer, dtype, "pure").workspace_fraction
     counted = fraction * run * TORCH_DTYPES[dtype].itemsize
     scalars = 3 * 1024 * (runs + 1)  # two tables of 8 bits, steps and factors

@@ -552,7 +552,7 @@ def test_running_statistics_count_every_batch_once(
 def measured(model: nn.Module) -> list[Unit]:
     with undisturbed(model):
         anatomy = analyze_units(model, images(0), discover(model, images(0)))
-        return measure_bytes(model, images(0), anatomy, MemoryMeter).units
+        return measure_bytes(model, images(0), anatomy, MemoryMeter)[0]
 
 
 def test_a_block_with_running_statistics_may_be_recomputed() -> None:

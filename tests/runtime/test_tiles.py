@@ -33,7 +33,6 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from protrain_plan.commands.training import train
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.sources import load_source
@@ -41,7 +40,6 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.profiling.estimated import estimate
 from protrain_runtime.activations.forms import around, wrap_forward
 from protrain_runtime.activations.late_values import LateValues, UsedTwiceError
 from protrain_runtime.activations.tiled_loss import TILE_ROWS, loss_in_place, tile_rows
@@ -59,6 +57,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.cards import every_device
+from tests.support.estimates import estimate
 from tests.support.messages import Speaker
 from tests.support.peaks import (
     PIECE_BYTES,
@@ -86,6 +85,7 @@ from tests.support.runtime_cases import (
 )
 from tests.support.scenario import Run, Scenario, Units
 from tests.support.thinning import thinned
+from tests.support.trained import train
 from tests.support.training_rows import workload
 
 IN_PLACE = Activations(form="in place")
@@ -940,7 +940,7 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak(
     assert loads_plan(dumps_plan(plan)) == plan
 
     strange = bytes_of_others()
-    run = partial(train, plan, num_steps=3, text=None, spill_directory=tmp_path)
+    run = partial(train, plan, num_steps=3, spill_directory=tmp_path)
     ran = run(plain=False)
     assert ran.measured_peak_bytes is not None
     measured = ran.measured_peak_bytes.device - strange

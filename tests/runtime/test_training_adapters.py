@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import ZOO, Specimen
-from protrain_plan.commands.training import digest, train
+from protrain_plan.commands.training import digest
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.profiling.memory.unit_bytes import ModelStructure, analyze_units
@@ -54,6 +54,7 @@ from tests.support.runtime_cases import (
     units_of,
 )
 from tests.support.scenario import Run
+from tests.support.trained import train
 
 PIECE_BYTES = 1 << 15
 NUM_STEPS = 4
@@ -178,9 +179,7 @@ def test_adapters_train_as_plain_torch_trains_what_peft_makes(
         piece_bytes=PIECE_BYTES,
     )
     del model
-    found = train(
-        plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=tmp_path, measured=False
-    )
+    found = train(plan, num_steps=NUM_STEPS, plain=False, spill_directory=tmp_path, compared=True)
     losses, parameters = plainly(name)
     assert list(found.losses) == losses
     assert len(set(losses)) == NUM_STEPS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain_plan.commands.training import Run, train
+from protrain_plan.commands.training import Run
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import LARGE_BEGIN_BYTES, PAGE_BYTES
@@ -21,6 +21,7 @@ from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from protrain_runtime.states.stand_ins import ConsumedGradient
 from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import made_once, plan_of, profiled_here
+from tests.support.trained import train
 
 PIECE_BYTES = 1 << 16
 NUM_STEPS = 3  # the last one is measured
@@ -155,7 +156,7 @@ def peaks(
 def trained(plan: Plan, spill: Path) -> Run:
     """A run, with the bytes of tensors that other tests have left in this process taken off."""
     others = bytes_of_others()
-    run = train(plan, num_steps=NUM_STEPS, plain=False, text=None, spill_directory=spill)
+    run = train(plan, num_steps=NUM_STEPS, plain=False, spill_directory=spill)
     peak = run.measured_peak_bytes
     assert peak is not None
     return replace(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from protrain_plan.hardware.work import Work, WorkLog
+from protrain_plan.hardware.kernels import Work
 from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
@@ -173,7 +173,7 @@ def tally_of(profile: Profile) -> Tally:
     forms = dict.fromkeys(cost.form for unit in profile.units for cost in unit.forms)
     slots = range(2 * len(profile.units) + 1)
     logs = {
-        form: WorkLog([Work(1e12 * number, 10**9 * (1 + slot), half=True)] for slot in slots)
+        form: [[Work(1e12 * number, 10**9 * (1 + slot), half=True)] for slot in slots]
         for number, form in enumerate(forms)
     }
     update = UpdateWork(device_bytes=28.0, host_bytes=34.0, host_share=1.0)

@@ -30,7 +30,6 @@ from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.measured import measure
 from protrain_plan.profiling.memory.saved import saved_bytes
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.records.decisions import WORDINGS
@@ -62,6 +61,7 @@ from protrain_runtime.contract.records.profile import (
 from protrain_runtime.devices import device as devices
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.compositions import Composition, is_composed
+from tests.support.estimates import measure
 from tests.support.functional_model import FunctionalStack
 
 VOCABULARY = 256

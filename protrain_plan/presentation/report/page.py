@@ -69,8 +69,8 @@ def summary_json(step: Step) -> Data:
     return {
         **_summed_up(step),
         **fields_of(report, "critical_path", "stall_by_lane", "lanes"),
-        "peak_slot": report.peak_slot.name,
-        "peak_slot_bytes": report.slots[report.peak_slot.index].device.by_kind,
+        "peak_slot": report.fullest.name,
+        "peak_slot_bytes": report.fullest.device.by_kind,
         "peak_bytes": report.tier_peaks,
     }
 
@@ -131,7 +131,7 @@ def step_data(
             )
         ],
         "slots": scale.columns(report.slots) | {"begin": scale.ticks(slot_begins_s(step))},
-        "peak_slot": report.peak_slot.index,
+        **fields_of(report, "peak_slot"),
         "tiers": [
             {
                 "name": tier.name,

@@ -142,7 +142,7 @@ class Screen:
     def _memory(self) -> Iterator[Text]:
         report = self.step.report
         device, *below = memory(self.step)
-        peak = report.peak_slot.index
+        peak = report.peak_slot
         totals, budget = device.totals, device.budget_bytes
         total = totals[peak]
         top = budget if total <= budget < CROWDED * total else total
@@ -182,7 +182,7 @@ class Screen:
         holes = f" ({format_bytes(held_back)} held back for the allocator)" if held_back else ""
         yield from self._sentence(
             f"^ the peak, {format_bytes(total)} of {format_bytes(budget)}{holes}, is in the"
-            f" {report.peak_slot.name}{used}"
+            f" {report.fullest.name}{used}"
         )
 
     # Lanes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,13 @@ from protrain_runtime.activations.trees import is_value, tensors_in, written_arg
 from protrain_runtime.contract.records.profile import Unit
 
 
-@dataclass(frozen=True, slots=True)
-class _Handed:
+class _Handed(NamedTuple):
     """An output that is one of the input tensors itself."""
 
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
+class _Made(NamedTuple):
     """An output that the block makes."""
 
     shape: torch.Size

@@ -7,7 +7,7 @@ steps.
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,10 +16,7 @@ import torch
 from torch import nn
 
 from protrain_plan.models.batches import Batch
-from protrain_plan.models.optimizers import (
-    DEFAULT_OPTIMIZER,
-    optimizer_factory,
-)
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, optimizer_factory
 from protrain_plan.profiling.memory import passes
 from protrain_plan.profiling.memory.lasting import Lasting
 from protrain_plan.profiling.memory.saved import SavedBytes, saved_bytes
@@ -47,10 +44,7 @@ from protrain_runtime.contract.records.profile import (
     Unit,
 )
 from protrain_runtime.contract.units import format_bytes
-from protrain_runtime.devices.memory_meter import (
-    Segment,
-    storage_bytes,
-)
+from protrain_runtime.devices.memory_meter import Segment, storage_bytes
 from protrain_runtime.states.chunk_layouts import make_chunk, unit_parameters
 from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
 from protrain_runtime.states.parameters import of_one_storage, overlapping
@@ -289,26 +283,15 @@ def _beside_in_blocks(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -
     return total
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBytes:
-    """Bytes of a training step: of the units, and what stays after it until its loss is gone.
-
-    `left_bytes` are tensors in the contexts of autograd functions, say. A loop has a name for its
-    loss until the next one is there, so that they are live in the next step.
-    """
-
-    units: list[Unit]
-    left_bytes: int
-
-
 def measure_bytes(
     model: nn.Module,
     batch: Batch,
     structure: ModelStructure,
     meter: passes.MeterFactory,
-) -> StepBytes:
-    """The units with their bytes, from one training step per form; seconds are zero.
+) -> tuple[list[Unit], int]:
+    """The units with their bytes, from one training step per form, and those that a step leaves.
 
+    Seconds are zero. What is left is live in the next step: a loop has a name for its loss then.
     `meter` makes what counts live bytes, of real tensors or of fake ones: one for each form of
     `structure.saved`, in order, one for each of `structure.last_forms`, one where units can swap
     and for each form in which other inputs leave, and one for each mixture where the model is more
@@ -381,7 +364,7 @@ def measure_bytes(
     }
     units = [_unit(structure, index, memory, last, arrived, sparse) for index in range(len(keep))]
     for form in memory:
-        forms = _each_in(units, form)
+        forms = [form if any(c.form == form for c in unit.forms) else "keep" for unit in units]
         saved = [structure.saved[own][index] for index, own in enumerate(forms)]
         # Code may have a name for what leaves, of an input up to the end of the next unit.
         if any(
@@ -399,7 +382,7 @@ def measure_bytes(
         units = _held_in(units, of_steps, structure, arrived)
     left = max(levels[0].left for levels in memory.values()) - gradients(2 * len(modules))
     loss = in_blocks(_LOSS_BYTES, structure.block)
-    return StepBytes(units=units, left_bytes=max(0, left - loss))
+    return units, max(0, left - loss)
 
 
 class _Levels(NamedTuple):
@@ -441,11 +424,6 @@ def _levels(
 
 _LOSS_BYTES = 64
 """Bytes of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
-
-
-def _each_in(units: Sequence[Unit], form: Form) -> list[Form]:
-    """The form of each unit where those take one that can."""
-    return [form if any(one.form == form for one in unit.forms) else "keep" for unit in units]
 
 
 def _mixtures(units: Sequence[Unit]) -> list[list[Form]]:
@@ -645,20 +623,19 @@ def _unit(
     elif not all(part.numel for part in trainable if part.name in arrived):
         # An optimizer has states for these, too; a store has no place for them.
         stays = "parameters without elements"
+    if is_sparse:
+        gradient_bytes = sum(arrived.get(part.name, part.num_bytes) for part in trainable)
+        size = replace(
+            size,
+            gradient_bytes=gradient_bytes,
+            largest_gradient_bytes=0,
+            parameter_pieces=(),
+            gradient_pieces=(),
+        )
     return Unit(
         name=unit.name,
         kind=unit.kind,
-        num_parameters=size.num_parameters,
-        parameter_bytes=size.parameter_bytes,
-        gradient_bytes=sum(arrived.get(part.name, part.num_bytes) for part in trainable)
-        if is_sparse
-        else size.gradient_bytes,
-        state_bytes=size.state_bytes,
-        uneven_state_bytes=size.uneven_state_bytes,
-        largest_gradient_bytes=0 if is_sparse else size.largest_gradient_bytes,
-        used_by=size.used_by,
-        parameter_pieces=() if is_sparse else size.parameter_pieces,
-        gradient_pieces=() if is_sparse else size.gradient_pieces,
+        **asdict(size),
         forms=tuple(forms),
         parameters=unit.listed,
         own_inputs=keep[index].own_inputs if unit.kind == "block" else (0,),

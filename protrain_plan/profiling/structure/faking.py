@@ -349,9 +349,7 @@ def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
     """The source's model, of fake tensors on a CPU; call it inside `faking`."""
     if not workload.adapter:
         try:
-            return source.build(
-                dtype=workload.dtype, precision=workload.precision, seed=workload.seed
-            )
+            return source.build(workload)
         except (ProtrainError, UnknownBytesError, *_VALUES_ASKED):
             raise
         except Exception as error:  # any code of the user's
@@ -364,14 +362,7 @@ def fake_model(source: ModelSource, workload: Workload) -> nn.Module:
     # peft moves its layers after making them, which fake parameters do not allow; and a packed
     # parameter has a class of its own, which fake ones cannot have.
     with unset_fake_temporarily():
-        model = source.build(
-            dtype=workload.dtype,
-            precision=workload.precision,
-            adapter=workload.adapter,
-            quantize=workload.quantize,
-            seed=workload.seed,
-            device="meta",
-        )
+        model = source.build(workload, device="meta")
     # Made inside `faking`, so that they are fake ones on a CPU.
     remake_tensors(model, lambda meta: torch.empty(meta.shape, dtype=meta.dtype))
     return model

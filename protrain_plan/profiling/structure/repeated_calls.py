@@ -48,34 +48,27 @@ class RepeatedCalls(NothingCompiled, FakeMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        call = self._described(func, args, kwargs) if _repeatable(func) else None
-        again = None if call is None else self._known.get(call)
-        if again is not None:
-            return again(args)
-        output = self.dispatch(func, types, args, kwargs or {})
-        if call is not None and call not in self._known:
-            self._known[call] = self._learnt(args, kwargs, output)
-        return output
-
-    def _described(
-        self, func: Any, args: Sequence[object], kwargs: Mapping[str, object] | None
-    ) -> tuple[object, ...] | None:
-        """All that the call's results depend on; None where that cannot be said."""
+        kwargs = kwargs or {}
+        # All that the call's results depend on.
         found: list[object] = [
             func,
             torch.get_default_dtype(),
             torch._C._get_default_device(),
             torch.is_inference_mode_enabled(),
+            *kwargs,
         ]
-        if not self._describe(found, args):
-            return None
-        if kwargs:
-            found.extend(kwargs)
-            if not self._describe(found, kwargs.values()):
-                return None
-        return tuple(found)
+        if not _repeatable(func) or not self._describe(found, (*args, *kwargs.values())):
+            return self.dispatch(func, types, args, kwargs)
+        call = tuple(found)
+        if (again := self._known.get(call)) is not None:
+            return again(args)
+        output = self.dispatch(func, types, args, kwargs)
+        if call not in self._known:
+            self._known[call] = self._learnt(args, kwargs, output)
+        return output
 
     def _describe(self, found: list[object], args: Any) -> bool:
+        """Add what tells arguments apart; False where that cannot be said."""
         add = found.append
         for arg in args:
             kind = type(arg)
