@@ -27,6 +27,7 @@ from protrain_plan.commands.options import (
     NoCacheOption,
     choice,
     integers,
+    machine_names,
     prices_of,
     refuse,
     refuse_batches,
@@ -54,6 +55,7 @@ class CellOptions:
 
     on: str | None = option(
         "Machines, separated by commas: catalogue names or YAML files.",
+        autocompletion=machine_names,
     )
     seq_len: str = option("Tokens per sequence: one or several (1024,2048).", default=str(SEQ_LEN))
     batch_size: str | None = option("Sequences per batch: one number or several. Default: 1.")

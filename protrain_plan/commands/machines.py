@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from protrain_plan.commands.option_records import DiskOptions, option, output_option
-from protrain_plan.commands.options import JsonOption, found_device
+from protrain_plan.commands.options import JsonOption, found_device, machine_names
 from protrain_plan.commands.output import destination, print_rendered, print_result, progress
 from protrain_plan.presentation.terminal import wrote
 
@@ -16,6 +16,7 @@ MachineArgument = Annotated[
     typer.Argument(
         help="A catalogue name, or a YAML file of hardware or of a profile.",
         show_default=False,
+        autocompletion=machine_names,
     ),
 ]
 HELP = "Machines to estimate for: those of the catalogue, or this one, measured."

@@ -32,12 +32,29 @@ ProfileOption = Annotated[
 ]
 
 
+def model_names(incomplete: str) -> list[str]:
+    """Names of models that begin so, for shells; none where files are meant."""
+    from protrain_plan.models.presets import preset_names
+
+    return [name for name in preset_names() if name.startswith(incomplete.lower())]
+
+
+def machine_names(incomplete: str) -> list[str]:
+    """Names of machines, after those before the last comma, for shells."""
+    from protrain_plan.hardware.catalogue import hardware_names
+
+    before, comma, last = incomplete.rpartition(",")
+    names = [name for name in hardware_names() if name.startswith(last.lower())]
+    return [f"{before}{comma}{name}" for name in names]
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         help="A model's name (protrain models lists them), a Hugging Face config.json (file or"
         " folder), or a factory: package.module:function or path/to/file.py:function.",
         show_default=False,
+        autocompletion=model_names,
     ),
 ]
 AllowOption = Annotated[

@@ -26,6 +26,8 @@ from protrain_plan.commands.options import (
     PointsOption,
     choice,
     leaves_named,
+    machine_names,
+    model_names,
     on_command_line,
     refuse,
     refuse_batches,
@@ -263,6 +265,7 @@ class ModelOptions:
 
     on: str | None = option(
         "Estimate the profile for this machine: a catalogue name or a YAML file.",
+        autocompletion=machine_names,
     )
     seq_len: int | None = option("Tokens per sequence. Default: 2048.", min=1)
     batch_size: int | None = option("Sequences per batch. Default: 1.", min=1)
@@ -312,6 +315,7 @@ ProfileArgument = Annotated[
     typer.Argument(
         help="A profile; with --on, a model or a trainer's file, as in fit.",
         show_default=False,
+        autocompletion=model_names,
     ),
 ]
 

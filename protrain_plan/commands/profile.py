@@ -19,6 +19,7 @@ from protrain_plan.commands.options import (
     JsonOption,
     ModelArgument,
     NoCacheOption,
+    machine_names,
     naming,
     refuse,
     refuse_of_factory,
@@ -60,6 +61,7 @@ def profile(
     allow: AllowOption = None,
     on: str | None = option(
         "Estimate for this machine: a catalogue name (protrain hardware list) or a YAML file.",
+        autocompletion=machine_names,
     ),
     interconnect: str | None = option(
         "Plan for several devices joined as in this machine: a catalogue name or a YAML file."

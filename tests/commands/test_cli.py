@@ -230,3 +230,30 @@ def test_no_command_writes_over_what_it_reads(command: str, way: str, tmp_path: 
         assert "this is an input file, and would be overwritten" in told
         assert {at: (tmp_path / at).read_bytes() for at in before} == before
     assert plan.is_file()
+
+
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        ("fit llama-3.2", "llama-3.2-1b llama-3.2-3b"),
+        ("profile smollm3", "smollm3-3b"),
+        ("plan gpt-oss", "gpt-oss-120b gpt-oss-20b"),
+        ("fit gpt2 --on rtx-3", "rtx-3090"),
+        ("fit gpt2 --on l4,rtx-3", "l4,rtx-3090"),
+        ("plan gpt2 --on gh", "gh200"),
+        ("hardware show b2", "b200"),
+        ("hardware copy mi", "mi300x"),
+        ("fit ./axolotl", ""),
+    ],
+)
+def test_a_shell_completes_names_of_models_and_machines(
+    typed: str, names: str, tmp_path: Path
+) -> None:
+    words = f"protrain {typed}"
+    found = forked.protrain(
+        folder=tmp_path,
+        _PROTRAIN_COMPLETE="complete_bash",
+        COMP_WORDS=words,
+        COMP_CWORD=str(len(words.split()) - 1),
+    )
+    assert found.stdout.split() == names.split()
