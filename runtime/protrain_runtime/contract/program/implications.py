@@ -633,9 +633,12 @@ def _beyond_peak(index: int, profile: Profile, standing: int) -> int:
     """Bytes that what stands when a unit's last slot ends takes beyond the slot's own peak.
 
     Of the unit's activations nothing is left by then but what the slot after this one starts with.
+    Gradients of units before it that begin there stand besides.
     """
     following = profile.units[index - 1].forms if index else ()
     passed_on = min((form.backward_peak_bytes for form in following), default=0)
+    before = profile.units[:index]
+    passed_on += sum(one.gradient_bytes for one in before if index in one.used_by[-1:])
     unit = profile.units[index]
     peak = min(form.kept_bytes + form.backward_peak_bytes for form in unit.forms)
     return max(0, passed_on + standing - peak)
