@@ -592,7 +592,7 @@ GUARDS: tuple[Mutation, ...] = (
         keeps="what a pass writes to a parameter is lost when that leaves the device",
         test=(
             "tests/runtime/test_habits.py"
-            "::test_a_pass_that_writes_to_a_parameter_that_leaves_is_refused"
+            "::test_a_pass_that_writes_to_a_parameter_that_leaves_is_refused[backward]"
         ),
     ),
     Mutation(
