@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.profiling.memory.lasting import Lasting
 from protrain_plan.profiling.optimizer_cost import workspace_by_rule
 from protrain_runtime.contract.program.memory import promised_bytes
 from protrain_runtime.contract.records.plan import (
@@ -22,12 +24,23 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.states.update_rules import UpdateRules
+from tests.support.hostile_models import HOSTILE, batch_of
 from tests.support.peaks import SLACK_BYTES, bytes_of_others
 from tests.support.runtime_cases import decided, described_by, plan_of, profiled_here
 from tests.support.trained import train
 
 LOW_RANK = "tests.support.low_rank:LowRank"
 SHAPES = Counter({(torch.float32, torch.Size([n, 64])): n // 96 for n in (96, 192)})
+
+
+def test_noise_with_a_gradient_counts_twice_as_the_last_loss_holds_both() -> None:
+    """A further forward has them beside those of the last one."""
+    model = HOSTILE["peaks: a leaf of its own"].build()
+    lasting = Lasting(model)
+    loss_of(call_model(model, batch_of(0))).backward()
+    noise: torch.Tensor = model.noise  # type: ignore[assignment]
+    assert noise.grad is not None
+    assert lasting.num_bytes() == 2 * (noise.nbytes + noise.grad.nbytes)
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon", f"{LOW_RANK}(every=1)"])

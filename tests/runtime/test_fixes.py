@@ -44,6 +44,7 @@ from tests.support.hostile_models import (
     Make,
     Stack,
     Through,
+    batch_of,
     by_torch,
     chosen,
     counts_forwards,
@@ -1032,6 +1033,20 @@ def in_bfloat16(use: str = "") -> torch.nn.Module:
     return Stack(depth=2, ends=partial(loss_of_logits, use=use)).bfloat16()
 
 
+class Tied(Stack):
+    """Its forward ties the head to the embedding."""
+
+    def forward(self, tokens: torch.Tensor, step: int) -> Any:
+        self.head.weight = self.embedding.weight
+        return super().forward(tokens, step)
+
+
+def tied_before() -> torch.nn.Module:
+    model = Tied()
+    call_model(model, batch_of(0))
+    return model
+
+
 def run_by(run: Through) -> Make:
     return stack(depth=2, run=run)
 
@@ -1077,6 +1092,7 @@ MODELS = {
     "blocks are moved": changes(stack(), stack(run=chosen(lambda _: (0, 2, 1, 3)))),
     "a weight is written": changes(stack(does(Block.forward)), stack(does(writes_weight))),
     "a weight is read elsewhere": changes(run_by(in_order), run_by(gives_weight)),
+    "tied in the forward": Followed(Hostile(Tied), Hostile(tied_before, before=Tied), "mixed"),
     "a gradient that comes late": changes(
         partial(reads_blocks, 9), partial(reads_blocks, 1), "stepped"
     ),

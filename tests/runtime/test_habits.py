@@ -35,9 +35,10 @@ from protrain_runtime.contract.records.plan import (
     Placement,
     Updates,
 )
+from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices.preflight import NoRoomError
 from protrain_runtime.model.prepared import prepared_of
-from tests.support.hostile_models import Stack, batch_of
+from tests.support.hostile_models import Stack, batch_of, does, stack
 from tests.support.judging import is_refusal
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import Subject, assert_bitwise, decided, differences, phrase
@@ -873,3 +874,26 @@ def test_forward_hooks_that_come_after_prepare_are_part_of_their_block(
             run.update()
 
     tried(script, states=states).assert_like_plain(tmp_path)
+
+
+def drops_out(block: Any, hidden: Tensor) -> Tensor:
+    return hidden + nn.functional.dropout(block.computed(hidden), 0.1, block.training)
+
+
+@pytest.mark.parametrize("form", ["full", "lite"])
+def test_backward_runs_a_forward_again_in_the_mode_that_it_had(form: Form, tmp_path: Path) -> None:
+    def script(run: Run) -> None:
+        for number in range(2):
+            loss = run.loss(number)
+            run.model.eval()
+            loss.backward()
+            assert not any(module.training for module in run.model.modules())
+            run.model.train()
+            run.seen.append(loss.detach())
+            run.update()
+
+    tried(
+        script,
+        model=Subject(stack(does(drops_out)), batch_of),
+        units=lambda units: decided(units, Activations(form=form), PERSISTENT),
+    ).assert_like_plain(tmp_path)

@@ -770,6 +770,17 @@ class Perturbed(Stack):
         return super().through(hidden + self.noise, step)
 
 
+def gradients_of_states(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    """Hidden states keep their gradients up to the next forward."""
+    stack.states = []
+    for block in stack.blocks:
+        hidden = block(hidden)
+        if hidden.requires_grad:
+            hidden.retain_grad()
+        stack.states.append(hidden)
+    return hidden
+
+
 # --- 5. randomness, and forwards that cannot run twice --------------------------------------------
 
 
@@ -1003,6 +1014,20 @@ def accumulates(block: Any, hidden: Tensor, state: State) -> Tensor:
     """Reads and writes a tensor of an object that it does not return."""
     state.hidden = state.hidden + hidden.mean(-1, keepdim=True)
     return (hidden + Block.computed(block, hidden)) * state.hidden.tanh()
+
+
+def damps_gradient(block: Any, hidden: Tensor) -> Tensor:
+    """A hook on the gradient of its input, once."""
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: 0.9 * gradient)
+    return Block.forward(block, hidden)
+
+
+def backward_hooks() -> nn.Module:
+    model: Any = Stack()
+    for block in model.blocks:
+        block.register_full_backward_hook(lambda _, inputs, __: (0.9 * inputs[0],))
+    return model  # type: ignore[no-any-return]
 
 
 def rounding(stack: Stack, hidden: Tensor, step: int) -> Tensor:
@@ -1542,6 +1567,9 @@ HOSTILE: dict[str, Hostile] = {
     **dict(own_checkpoints()),
     # 8
     **dict(several_dtypes()),
+    "takes: a hook on its input": Hostile(stack(does(damps_gradient)), once=""),
+    "takes: backward hooks": Hostile(backward_hooks, once="", stays=""),
+    "peaks: gradients of hidden states": Hostile(stack(run=gradients_of_states)),
 }
 """The models by their names: the class of what is hostile, and the case."""
 

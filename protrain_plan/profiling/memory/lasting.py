@@ -30,12 +30,12 @@ class Lasting:
     def num_bytes(self, *, block: int = 1) -> int:
         """Bytes of all that attributes hold now; each storage in whole blocks of `block`.
 
-        A leaf with a gradient counts three times: with its gradient, and with a new one while the
-        loop has a name for the last loss, whose graph holds the old one.
+        One that keeps its gradient counts four times: with its gradient, and both again while the
+        loop has a name for the last loss, whose graph holds the old ones.
         """
         held = [tensor for tensors in self._attributes().values() for tensor in tensors]
-        leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
-        return storage_bytes(held, block=block) + 2 * storage_bytes(leaves, block=block)
+        keeping = [t for t in held if t.requires_grad and (t.is_leaf or t.retains_grad)]
+        return storage_bytes(held, block=block) + 3 * storage_bytes(keeping, block=block)
 
     def num_steps(self, step: Callable[[], object]) -> int:
         """After how many a step has replaced all that steps replace; 0 where they replace nothing.

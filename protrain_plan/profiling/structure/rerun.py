@@ -146,22 +146,24 @@ class Written:
 def writing_arguments(modules: Sequence[nn.Module | None]) -> Iterator[Written]:
     """The blocks that run while inside; None is a part."""
     found = Written()
-    # The tensors of the arguments, what makes a second run's of them, and the contents of both.
-    before: dict[int, tuple[list[Any], Rebuild, list[object], list[object]]] = {}
+    # The arguments, their tensors, what makes a second run's of them, and the contents of both.
+    before: dict[int, tuple[Any, list[Any], Rebuild, list[object], list[object]]] = {}
 
     def begin(unit: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors, again = taken_apart((args, kwargs))
-        before[unit] = tensors, again, _contents((args, kwargs)), _contents(again(tensors))
+        given = (args, kwargs)
+        tensors, again = taken_apart(given)
+        before[unit] = given, tensors, again, _contents(given), _contents(again(tensors))
 
-    def end(unit: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        tensors, again, contents, repeated = before.pop(unit)
-        if _contents((args, kwargs)) == contents:
+    def end(unit: int, _: nn.Module, __: Any, ___: Any, output: Any) -> None:
+        # Not the arguments here: of a module with backward hooks those are views.
+        given, tensors, again, contents, repeated = before.pop(unit)
+        if _contents(given) == contents:
             return
         found.anything.add(unit)
         if _contents(again(tensors)) != repeated:
             found.lasting.add(unit)
         known = {id(tensor) for tensor in (*tensors, *tensors_in(output))}
-        if any(id(tensor) not in known for tensor in tensors_in((args, kwargs))):
+        if any(id(tensor) not in known for tensor in tensors_in(given)):
             found.tensors.add(unit)
 
     with ExitStack() as stack:

@@ -47,8 +47,8 @@ def full(forward: Code, module: nn.Module) -> Code:
 def recomputed(forward: Code, module: nn.Module, twice: Code) -> Code:
     """`forward`, the code of `module`, run by `twice`, once now and once more in backward.
 
-    Random states and autocast are those of the first run (`run_twice` and `Draws`), and so are the
-    arguments: what the first run wrote into containers or objects among them is not seen by the
+    Random states, autocast and modes are those of the first run (`run_twice`, `Draws`), and so are
+    the arguments: what the first run wrote into containers or objects among them is not seen by the
     second. All tensors in arguments are handed over by themselves, so that every input is seen by
     the saved-tensor hooks around it. Running statistics are written in the first run alone.
     """
@@ -59,7 +59,7 @@ def recomputed(forward: Code, module: nn.Module, twice: Code) -> Code:
             return forward(*args, **kwargs)
         tensors, rebuild = taken_apart((args, kwargs))
         first = [(args, kwargs)]
-        draws = Draws(modules)
+        draws, modes = Draws(modules), [each.training for each in modules]
 
         def call(*inputs: torch.Tensor) -> object:
             if first:
@@ -69,6 +69,9 @@ def recomputed(forward: Code, module: nn.Module, twice: Code) -> Code:
             own_args, own_kwargs = rebuild(inputs)
             with ExitStack() as stack:
                 stack.enter_context(draws.again())
+                if modes != (now := [each.training for each in modules]):
+                    _set_modes(modules, modes)
+                    stack.callback(_set_modes, modules, now)
                 if statistics:
                     stack.enter_context(unchanged(statistics))
                 return forward(*own_args, **own_kwargs)
@@ -125,6 +128,11 @@ class Draws:
             yield
         finally:
             _set(present)
+
+
+def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for module, training in zip(modules, modes, strict=True):
+        module.training = training
 
 
 def _set(states: Sequence[tuple[Source, State]]) -> None:

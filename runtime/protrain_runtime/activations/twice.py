@@ -114,7 +114,9 @@ class _Run:
         """Fill the places that autograd still has."""
         RAN.append(ref(self))
         saved = iter(self._saved.grad_fn.saved_tensors)
+        # Copies, whose hooks and gradients are their own.
         inputs = [next(saved) if each is None else each for each in self._inputs]
+        inputs = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
         places = iter(self._slots)
         left, alike = len(self._slots), True
 

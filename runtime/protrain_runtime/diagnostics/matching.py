@@ -64,6 +64,9 @@ def _check_form(index: int, plan: Plan) -> None:
         )
 
 
+_CHANGED_LATER = "; where its first forward changes it, run one before prepare()"
+
+
 def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
     """Each unit's module, None for a part. ProtrainError if the plan is for another model."""
     refuse_pipeline(plan)
@@ -74,7 +77,7 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
         raise ProtrainError(
             "\n    ".join(["the plan was made for another model:", *(changes or same)]),
             key="model_fingerprint",
-            fix="profile and plan this model",
+            fix=f"profile and plan this model{_CHANGED_LATER}",
         )
     modules: list[nn.Module | None] = []
     for index, unit in enumerate(plan.units):
@@ -92,7 +95,8 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
             f"the plan was made for another model: its fingerprint is"
             f" {plan.model_fingerprint}, this model's is {found}",
             key="model_fingerprint",
-            fix="profile and plan this model (layers, shapes, dtypes and what is trainable count)",
+            fix="profile and plan this model (layers, shapes, dtypes and what is trainable count)"
+            + _CHANGED_LATER,
         )
     return modules
 
