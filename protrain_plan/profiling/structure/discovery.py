@@ -506,9 +506,10 @@ def _refuse_order(order: Mapping[str, int], other: Execution) -> None:
     ran = [call.path for call in other.calls if call.path in order]
     for earlier, later in pairwise(ran):
         if order[later] <= order[earlier]:
+            came = "ran twice" if later == earlier else f"came after {earlier}"
             raise ProtrainError(
-                f"the blocks run in another order from step to step: {later} came after {earlier}"
-                " in one forward, and not in another",
+                f"the blocks run in another order from step to step: {later} {came} in one forward,"
+                " and not in another",
                 fix="run the blocks in one order, each once: a plan has a place for each in a step."
                 " Some may be skipped",
             )
