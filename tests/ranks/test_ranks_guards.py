@@ -279,6 +279,34 @@ def refusing(rank: int, count: int, misuse: str) -> str:
     return "nothing was raised"
 
 
+class Early(Routed):
+    """Where `early`, the first part reads an expert that the last block alone has read."""
+
+    def forward(self, tokens: Tensor, expert: int, early: bool = False) -> Tensor:
+        hidden: Tensor = self.embed(tokens)
+        if early:
+            hidden = hidden + self.get_parameter("blocks.2.experts.1.bias")
+        for block in self.blocks:
+            hidden = block(hidden, expert)
+        return nn.functional.cross_entropy(self.head(hidden), tokens)
+
+
+def reading_early(rank: int, count: int) -> str:
+    """What is said of a gradient that the rank has after the sum, and the other one before."""
+    early = Early().to(device())
+    model, _ = prepare(early, plan_of(early, count, (PERSISTENT,)), optimizer=ADAMW)
+    try:
+        model(batch(rank), 1 - rank, early=rank == 1).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_gradient_that_comes_after_the_sum_is_no_part_of_it_and_refused(tmp_path: Path) -> None:
+    said = run_ranks(reading_early, 2, tmp_path)[1]
+    assert said.startswith("a gradient of 'blocks.2.experts.1.bias' came after the ranks had added")
+
+
 MISUSES = {
     "early": "optimizer.step() was called after 1 of 2 micro-batches: this plan sums gradients over"
     " the devices in backward 2. Run 2 per step",

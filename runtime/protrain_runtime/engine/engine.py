@@ -294,6 +294,7 @@ class Engine:
             for number in self._program.reduced:
                 if number in self._running:
                     self._end(number)
+            self._moves.give_sums()
             self._moves.pass_boundary(())
             # In the next step, a view of what left the device would have the values of this one.
             held = [unit for unit, view in self._lingering if not view.expired()]
@@ -619,6 +620,7 @@ class Engine:
             else:
                 self._tickets[number].synchronize()
             self._moves.end(number)
+        self._moves.give_sums()
         self._moves.clear(self._program)
         self._reset()
 

@@ -49,7 +49,12 @@ from protrain_runtime.devices.stores import (
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, dense, flat_storage_order
 from protrain_runtime.states.kept_steps import Options
-from protrain_runtime.states.stand_ins import GradientInStore, OffloadedGradient, scaled
+from protrain_runtime.states.stand_ins import (
+    ConsumedGradient,
+    GradientInStore,
+    OffloadedGradient,
+    scaled,
+)
 from protrain_runtime.states.stepping import OptimizerFactory
 from protrain_runtime.states.updates import Piece, UpdateTeam
 
@@ -192,6 +197,12 @@ class _Sum:
     counts: torch.Tensor  # int32 [parts]
     before: dict[str, GradientInStore] = field(default_factory=dict[str, GradientInStore])
 
+    def missing(self) -> list[Slice]:
+        """The parts that no rank has a gradient of."""
+        if all(self.present):
+            return []  # the device is not looked at, which the host would wait for
+        return [p for p, n in zip(self.parts, self.counts.tolist(), strict=True) if not n]
+
 
 class Reductions:
     """The sums of a program that runs on several ranks: see [Note: how gradients are added]."""
@@ -200,6 +211,7 @@ class Reductions:
         self._settings, self._device = program.settings, program.device
         self._ranks, self._backend = ranks, backend
         self._sums: dict[int, _Sum] = {}
+        self._whole: list[_Sum] = []  # of persistent chunks: the parameters get them last
         # By unit and group: this rank's part of a sum, on its way to where its optimizer runs.
         self._leaving: dict[tuple[int, int], torch.Tensor] = {}
         # So the part of the sums of micro-batches before.
@@ -208,6 +220,7 @@ class Reductions:
     def clear(self) -> None:
         """Forget the sums of a step that was given up."""
         self._sums.clear()
+        self._whole.clear()
         self._leaving.clear()
 
     def all_reduce(self, number: int, chunk: Chunk) -> Work:
@@ -263,17 +276,32 @@ class Reductions:
         return _Sum(buffers, parts, present, self._counts(present))
 
     def end(self, move: Move, number: int, chunk: Chunk) -> None:
-        """The sum is there: a persistent chunk's parameters get theirs."""
+        """The sum is there: of a persistent chunk until `give`."""
         total = self._sums.pop(number)
         if move.kind == "all-reduce":
+            self._whole.append(total)
+            return
+        for part in total.missing():
+            chunk.offloaded_gradients.pop(part.name, None)
+            part.parameter.grad = None
+
+    def give(self) -> None:
+        """Give parameters their sums at the end of backward; RuntimeError if one has more by now.
+
+        A unit that read a parameter in no profiled step may have come after the sum.
+        """
+        for total in self._whole:
+            missing = total.missing()
             for index, part in enumerate(total.parts):
-                part.parameter.grad = total.buffers[index].as_strided(part.shape, part.stride)
-        if all(total.present):
-            return  # every gradient is there: the device is not looked at, which the host waits for
-        for part, count in zip(total.parts, total.counts.tolist(), strict=True):
-            if not count:  # on any rank
-                chunk.offloaded_gradients.pop(part.name, None)
-                part.parameter.grad = None
+                if not isinstance(part.parameter.grad, ConsumedGradient | None):
+                    raise RuntimeError(
+                        f"a gradient of {part.name!r} came after the ranks had added it up: it was"
+                        " used outside of the units that read it when the model was profiled."
+                        " Profile the model as it runs now"
+                    )
+                own = total.buffers[index].as_strided(part.shape, part.stride)
+                part.parameter.grad = None if part in missing else own
+        self._whole.clear()
 
     def reduce_scatter(
         self, number: int, move: Move, chunk: Chunk, states: Placement, *, updating: bool
@@ -572,6 +600,11 @@ class Moves:
             for part in chunk.slices:
                 if part.group in gone:
                     chunk.gradients.pop(part.name, None)
+
+    def give_sums(self) -> None:
+        """Give parameters what the ranks have added up in this backward."""
+        if self._reductions is not None:
+            self._reductions.give()
 
     def pass_boundary(self, fetches: Iterable[int]) -> None:
         """Free what these fetches, the next to start, do not take of what left before them."""
