@@ -131,10 +131,6 @@ def uninterrupted(kind: Kind) -> Outcome:
     return run.outcome()
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.glob("*/*.safetensors")}
-
-
 QUICK = ("adamw-master",)
 
 
@@ -168,7 +164,10 @@ def test_training_continues_bitwise_from_anywhere_to_anywhere(kind: Kind, tmp_pa
             run.seen = list(seen)
             run.step(2, 3)
             assert_bitwise(run.outcome(), uninterrupted(kind))
-    files = [files_of(tmp_path / first) for first in SIDES]
+    files = [
+        {path.name: path.read_bytes() for path in tmp_path.glob(f"{first}/*/*.safetensors")}
+        for first in SIDES
+    ]
     assert len(files[0]) > 4
     assert files[0] == files[1] == files[2]
 

@@ -353,17 +353,9 @@ def test_loops_compute_what_ddp_does_when_the_message_is_followed(
     assert run_ranks(following, 2, tmp_path, name) == [[[]]] * 2
 
 
-def another_plan(rank: int, count: int) -> None:
-    made(rank, count, (SHARED, (PERSISTENT,))[rank])
-
-
 def another_optimizer(rank: int, count: int) -> None:
     model = built(rank)
     prepare(model, plan_of(model, count, SHARED), optimizer=(ADAMW, torch.optim.SGD)[rank])
-
-
-def for_one(rank: int, count: int) -> None:
-    made(rank, 1, (PERSISTENT,))
 
 
 def in_another_call(rank: int, count: int) -> None:
@@ -374,17 +366,14 @@ def in_another_call(rank: int, count: int) -> None:
         pass
 
 
-def wrapped(rank: int, count: int) -> None:
-    model, _ = made(rank, count, SHARED)
-    nn.parallel.DistributedDataParallel(model)
-
-
-DIFFERENT: dict[str, Callable[[int, int], None]] = {
-    "the same plan": another_plan,
+DIFFERENT: dict[str, Callable[[int, int], object]] = {
+    "the same plan": lambda rank, count: made(rank, count, (SHARED, (PERSISTENT,))[rank]),
     "the same optimizer": another_optimizer,
-    "a plan for two": for_one,
+    "a plan for two": lambda rank, _: made(rank, 1, (PERSISTENT,)),
     "the same calls": in_another_call,
-    "a wrapper: a plan for two": wrapped,
+    "a wrapper: a plan for two": lambda rank, count: nn.parallel.DistributedDataParallel(
+        made(rank, count, SHARED)[0]
+    ),
 }
 """Uses that ranks are refused, after which a loop that they have in common trains."""
 
