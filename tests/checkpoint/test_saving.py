@@ -70,7 +70,7 @@ from tests.support.runtime_cases import (
     weight_decay_groups,
 )
 from tests.support.scenario import Run as TrainingRun
-from tests.support.scenario import Scenario
+from tests.support.scenario import Scenario, refusal
 from tests.support.trained import train
 
 ROOT = Path(__file__).parents[2]
@@ -485,9 +485,7 @@ def test_between_backward_and_step_nothing_is_saved_or_loaded(
     model, optimizer = offloaded("functional", tmp_path)
     loss_of(call_model(model, batch("functional", 0))).backward()
     for use in (save, load):
-        with pytest.raises(RuntimeError) as caught:
-            use(model, optimizer, tmp_path / "saved")
-        assert_says(caught.value)
+        assert_says(refusal(partial(use, model, optimizer, tmp_path / "saved")))
     optimizer.step()
     save(model, optimizer, tmp_path / "saved")
     load(model, optimizer, tmp_path / "saved")

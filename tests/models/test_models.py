@@ -249,9 +249,7 @@ def test_a_factory_in_a_file_finds_its_neighbours(factory_folder: Path, tmp_path
     ],
 )
 def test_a_wrong_model_argument_is_one_clear_error(model: str, assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        model_of(load_source(model))
-    assert_says(caught.value)
+    assert_says.refused(lambda: model_of(load_source(model)))
 
 
 def test_a_bad_config_is_one_clear_error(tmp_path: Path, assert_says: Speaker) -> None:

@@ -434,14 +434,10 @@ def compared_rows(
         groups = weight_decay_groups
         ddp = in_ddp(of_row(row), rank, int(row["ranks"]), plain, groups=groups, clips_by=run.norms)
         expected = played(ddp, loop)
-        differing = [*differing_of(own, expected), *far(run.norms, ddp.norms)]
-        found[number] = differing, [norm.item() for norm in run.norms]
+        wrong = [*differing(own, expected, 0), *far(run.norms, ddp.norms)]
+        wrong += differences(own.random_states, expected.random_states, "random states")
+        found[number] = wrong, [norm.item() for norm in run.norms]
     return found
-
-
-def differing_of(found: Outcome, expected: Outcome) -> Iterator[str]:
-    for name in ("losses", "parameters", "optimizer", "random_states"):
-        yield from differences(getattr(found, name), getattr(expected, name), name)
 
 
 def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
