@@ -76,7 +76,7 @@ class Odd(torch.optim.AdamW):
         """With the learning rate of this call."""
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
-            for feature in self.features & _SLOWER.keys():
+            for feature in sorted(self.features & _SLOWER.keys()):
                 group["lr"] /= float(_SLOWER[feature](self, group))
         try:
             yield
