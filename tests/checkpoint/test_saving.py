@@ -70,7 +70,7 @@ from tests.support.runtime_cases import (
     weight_decay_groups,
 )
 from tests.support.scenario import Run as TrainingRun
-from tests.support.scenario import Scenario
+from tests.support.scenario import Scenario, refusal
 from tests.support.trained import train
 
 ROOT = Path(__file__).parents[2]
@@ -131,10 +131,6 @@ def uninterrupted(kind: Kind) -> Outcome:
     return run.outcome()
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.glob("*/*.safetensors")}
-
-
 QUICK = ("adamw-master",)
 
 
@@ -168,7 +164,10 @@ def test_training_continues_bitwise_from_anywhere_to_anywhere(kind: Kind, tmp_pa
             run.seen = list(seen)
             run.step(2, 3)
             assert_bitwise(run.outcome(), uninterrupted(kind))
-    files = [files_of(tmp_path / first) for first in SIDES]
+    files = [
+        {path.name: path.read_bytes() for path in tmp_path.glob(f"{first}/*/*.safetensors")}
+        for first in SIDES
+    ]
     assert len(files[0]) > 4
     assert files[0] == files[1] == files[2]
 
@@ -486,9 +485,7 @@ def test_between_backward_and_step_nothing_is_saved_or_loaded(
     model, optimizer = offloaded("functional", tmp_path)
     loss_of(call_model(model, batch("functional", 0))).backward()
     for use in (save, load):
-        with pytest.raises(RuntimeError) as caught:
-            use(model, optimizer, tmp_path / "saved")
-        assert_says(caught.value)
+        assert_says(refusal(partial(use, model, optimizer, tmp_path / "saved")))
     optimizer.step()
     save(model, optimizer, tmp_path / "saved")
     load(model, optimizer, tmp_path / "saved")

@@ -4,12 +4,11 @@ import importlib.util
 import json
 import os
 import random
-import resource
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory, return_freed_memory
 from tests.support import quantized_models
 from tests.support.cards import every_device
-from tests.support.faults import descriptors, file_limit
+from tests.support.faults import data_limit, descriptors, file_limit
 from tests.support.forked import CONTEXT
 from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
@@ -241,20 +240,9 @@ def cut_off(folder: Path) -> None:
     os.truncate(path, path.stat().st_size - 100)
 
 
-def without_a_file(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-
-
-def with_a_file_that_lacks_a_key(folder: Path) -> None:
-    rewritten(folder, lambda tensors: tensors.pop(min(tensors)))
-
-
-def with_another_shape(folder: Path) -> None:
-    rewritten(folder, lambda tensors: tensors.update({min(tensors): torch.zeros(3, 3)}))
-
-
-def with_whole_numbers(folder: Path) -> None:
-    rewritten(folder, lambda t: t.update({min(t): t[min(t)].to(torch.int32)}))
+def removed(files: str, some: slice, folder: Path) -> None:
+    for path in sorted(folder.glob(files))[some]:
+        path.unlink()
 
 
 def with_other_keys(folder: Path) -> None:
@@ -270,20 +258,19 @@ def with_other_keys(folder: Path) -> None:
     save_file(tensors, path)
 
 
-def that_is_empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
-SPOILT = [
-    cut_off,
-    without_a_file,
-    with_a_file_that_lacks_a_key,
-    with_another_shape,
-    with_whole_numbers,
-    with_other_keys,
-    that_is_empty,
-]
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "cut off": cut_off,
+    "without a file": partial(removed, "*.safetensors", slice(1, 2)),
+    "with a file that lacks a key": partial(rewritten, change=lambda t: t.pop(min(t))),
+    "with another shape": partial(
+        rewritten, change=lambda t: t.update({min(t): torch.zeros(3, 3)})
+    ),
+    "with whole numbers": partial(
+        rewritten, change=lambda t: t.update({min(t): t[min(t)].to(torch.int32)})
+    ),
+    "with other keys": with_other_keys,
+    "that is empty": partial(removed, "*", slice(None)),
+}
 
 
 def refused(model: Any, plan: Plan, folder: Path, weights: Path) -> ProtrainError:
@@ -300,14 +287,14 @@ def refused(model: Any, plan: Plan, folder: Path, weights: Path) -> ProtrainErro
     return caught.value
 
 
-@pytest.mark.parametrize("spoil", SPOILT, ids=lambda spoil: spoil.__name__.replace("_", " "))
+@pytest.mark.parametrize("spoilt", SPOILT)
 def test_a_bad_folder_is_one_error_and_a_good_one_loads_after_it(
-    spoil: Callable[[Path], None], tmp_path: Path, assert_says: Speaker
+    spoilt: str, tmp_path: Path, assert_says: Speaker
 ) -> None:
     subject, values = CATALOGUE["llama"], CATALOGUE["llama"].build(7)
     for name in ("bad", "good"):
         values.save_pretrained(tmp_path / name, max_shard_size="100KB")  # type: ignore[operator]
-    spoil(tmp_path / "bad")
+    SPOILT[spoilt](tmp_path / "bad")
     plan = plan_for(values, mixed(described("llama"), random.Random(2), "disk", "host"))
     model = without_values(subject, "inside")
     assert_says(refused(model, plan, tmp_path, tmp_path / "bad"))
@@ -453,12 +440,11 @@ WIDTH, NUM_BLOCKS = 1024, 32  # 128 MiB, in units of 4
 SLACK_BYTES = 32 * 2**20  # lanes and a programme take some 20 MiB
 
 
-def wide() -> nn.Module:
-    return Chain(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
-
-
 SGD = partial(torch.optim.SGD, lr=2**-7)
-WIDE = Subject(wide, lambda number: torch.full((2, WIDTH), 1.0 + number))
+WIDE = Subject(
+    lambda: Chain(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS))),
+    lambda number: torch.full((2, WIDTH), 1.0 + number),
+)
 
 
 def ended(work: Callable[..., object], folder: Path, *arguments: object) -> str:
@@ -481,15 +467,9 @@ def _run(work: Callable[..., object], folder: Path, *arguments: object) -> None:
         (folder / "told").write_text("ended")
 
 
-@contextmanager
-def limited() -> Iterator[None]:
+def limited() -> AbstractContextManager[None]:
     """The process may have SLACK_BYTES more than it has."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (process_memory().data_bytes + SLACK_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    return data_limit(process_memory().data_bytes + SLACK_BYTES)
 
 
 def prepare_and_train(folder: Path, plans: Sequence[Plan], weights: Path | None) -> None:

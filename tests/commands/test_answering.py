@@ -2,11 +2,8 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PathDistribution
 from math import sqrt
@@ -32,6 +29,7 @@ from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.records import write_profile
 from protrain_runtime.contract.records.plan import DeviceGroup
 from tests.support.commands import printed, protrain
+from tests.support.faults import file_limit
 from tests.support.planning_cases import MB, gpu, joined, question, small, solved, within
 
 PROFILE = small(joined(gpu()), blocks=3)
@@ -267,25 +265,14 @@ def test_answers_are_kept_whosever_code_the_model_is(model: str, options: dict[s
     assert not cells.kept.is_off
 
 
-@contextmanager
-def full() -> Iterator[None]:
-    """No file of this process can have a byte."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_is_no_reason_to_fail(folder: Path) -> None:
-    with full():
+    with file_limit(0):
         planned, _ = asked()
         assert not asked()[1]
     assert planned.solved
     assert not list(folder.iterdir())
     asked()
-    with full():
+    with file_limit(0):
         assert asked()[1]
 
 

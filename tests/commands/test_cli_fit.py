@@ -366,19 +366,8 @@ def test_a_price_sorts_cells_by_the_cost_of_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_search_among_machines_of_fit_has_a_page(tmp_path: Path) -> None:
-    asked = (
-        "fit",
-        "tiny-llama",
-        "--on",
-        "l4",
-        "--seq-len",
-        64,
-        "--price",
-        0.5,
-        "--report",
-        "a.html",
-    )
-    found = protrain(*asked, "--speed", 1e9, folder=tmp_path)
+    asked = ("tiny-llama", "--on", "l4", "--seq-len", 64, "--price", 0.5, "--speed", 1e9)
+    found = protrain("fit", *asked, "--report", "a.html", folder=tmp_path)
     assert found.returncode == 3
     assert found.stdout.startswith("none of 1 reaches 1,000,000,000 tokens/s\n")
     assert "tiny-llama: does it fit?" in (tmp_path / "a.html").read_text(encoding="utf-8")

@@ -219,7 +219,5 @@ def test_adapters_fit_models_of_other_classes() -> None:
     ],
 )
 def test_what_a_model_has_not_is_refused_by_name(adapter: str, assert_says: Speaker) -> None:
-    with pytest.raises(ProtrainError) as caught:
-        model_of(load_source("tiny-llama"), adapter=adapter)
-    assert caught.value.source == "tiny-llama"
-    assert_says(caught.value)
+    error = assert_says.refused(model_of, load_source("tiny-llama"), adapter=adapter)
+    assert error.source == "tiny-llama"

@@ -21,6 +21,7 @@ from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.quantized import packed_layers, scales_of
 from tests.support.estimates import batches_of, model_of
 from tests.support.messages import Speaker
+from tests.support.quantized_models import OPTIONS
 
 bitsandbytes: Any = pytest.importorskip("bitsandbytes")
 
@@ -35,17 +36,6 @@ def of_the_base(model: nn.Module) -> dict[str, torch.Tensor]:
         short = name.removeprefix("base_model.model.").replace(".base_layer", "")
         found |= {f"{short}.{key}": tensor for key, tensor in scales_of(layer).items()}
     return found
-
-
-OPTIONS: dict[Quantize, dict[str, Any]] = {
-    "nf4": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.bfloat16,
-    },
-    "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
-}
 
 
 @pytest.mark.parametrize(

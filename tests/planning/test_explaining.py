@@ -316,18 +316,15 @@ def test_slots_without_room_are_named() -> None:
 # Words
 
 
-def without_host(profile: Profile, planned: Plan) -> tuple[Profile, Plan]:
+def without_host() -> tuple[Profile, Plan]:
+    profile, planned = recomputing()
     return profile, replace(planned, budgets=replace(planned.budgets, host=0))
 
 
-def roomy() -> tuple[Profile, Plan]:
-    return model(), with_blocks(model(), [KEPT] * 6, spare=10**9)
-
-
 STEPS: dict[str, Callable[[], tuple[Profile, Plan]]] = {
-    "little fits": lambda: without_host(*recomputing()),
+    "little fits": without_host,
     "updates take most of the step": updating,
-    "everything fits": roomy,
+    "everything fits": lambda: (model(), with_blocks(model(), [KEPT] * 6, spare=10**9)),
     "time is wasted": lambda: recomputing(spare=10**10),
     "slots have no room": moving,
 }

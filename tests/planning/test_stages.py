@@ -84,6 +84,15 @@ def pipeline(profile: Profile, device: int, shape: Shape, host: int = 4 * 10**9)
     return Pipeline(profile, budgets, StepSettings(group=whole), whole, shape)
 
 
+def asked(
+    profile: Profile, budgets: Budgets, devices: int, global_batch: int, **own: Any
+) -> StagesQuestion:
+    settings = StepSettings(group=DeviceGroup(num_devices=devices))
+    return StagesQuestion(
+        profiles={1: profile}, budgets=budgets, settings=settings, global_batch=global_batch, **own
+    )
+
+
 def every_cut(units: int, p: int) -> list[tuple[int, ...]]:
     return [(*ends, units) for ends in combinations(range(1, units), p - 1)]
 
@@ -155,14 +164,8 @@ def test_answers_match_exhaustive_search_over_cuts_and_decisions(
     profile = small(rng, num_units, alike=chunks != (1,))
     many, device = p * rng.choice((1, 2)), rng.choice((900, 1400, 2500)) * MB
     group = DeviceGroup(num_devices=devices)
-    question = StagesQuestion(
-        profiles={1: profile},
-        budgets=Budgets(device=device, host=host, disk=0),
-        settings=StepSettings(group=group),
-        global_batch=many * devices // p,
-        stages=(p,),
-        chunks=chunks,
-    )
+    budgets = Budgets(device=device, host=host, disk=0)
+    question = asked(profile, budgets, devices, many * devices // p, stages=(p,), chunks=chunks)
     search = searched(question, Effort())
     found = search.run([p], inf, lambda _: None)
     best = inf
@@ -518,12 +521,7 @@ def test_devices_between_nodes_share_their_link() -> None:
 def test_bounds_are_below_what_a_better_profile_takes() -> None:
     """Profiles between two batches are interpolated, and their estimates may be faster."""
     profile = small(random.Random(0))
-    question = StagesQuestion(
-        profiles={1: profile},
-        budgets=Budgets(device=10**10, host=10**9, disk=0),
-        settings=StepSettings(group=TWO),
-        global_batch=2,
-    )
+    question = asked(profile, Budgets(device=10**10, host=10**9, disk=0), 2, 2)
     answer = plan_stages(question)
     faster = [
         replace(
@@ -542,12 +540,7 @@ def test_bounds_are_below_what_a_better_profile_takes() -> None:
 
 
 def test_numbers_of_stages_divide_the_devices() -> None:
-    question = StagesQuestion(
-        profiles={1: small(random.Random(0))},
-        budgets=Budgets(device=10**9, host=10**9, disk=0),
-        settings=StepSettings(group=DeviceGroup(num_devices=6)),
-        global_batch=6,
-    )
+    question = asked(small(random.Random(0)), Budgets(device=10**9, host=10**9, disk=0), 6, 6)
     assert stages_of(question) == (1, 2, 3)
     with pytest.raises(ProtrainError, match="6 devices cannot be divided evenly into 4 stages"):
         stages_of(replace(question, stages=(4,)))
@@ -556,12 +549,8 @@ def test_numbers_of_stages_divide_the_devices() -> None:
 @pytest.mark.nightly
 def test_stages_reduce_every_micro_batch_by_leave() -> None:
     """Both one stage on all devices and several stages may have sums in shards."""
-    question = StagesQuestion(
-        profiles={1: small(random.Random(0), alike=True)},
-        budgets=Budgets(device=10**9, host=4 * 10**9, disk=0),
-        settings=StepSettings(group=DeviceGroup(num_devices=4)),
-        global_batch=16,
-    )
+    profile, budgets = small(random.Random(0), alike=True), Budgets(device=0, host=0, disk=0)
+    question = asked(profile, budgets, 4, 16)
     least = {}
     for allow in ((), (ROUNDING,)):
         for device in range(400, 1400, 20):

@@ -255,10 +255,6 @@ def test_every_kind_of_bytes_has_a_letter() -> None:
 # --- Golden files ---------------------------------------------------------------------------------
 
 
-def as_json(data: Any) -> str:
-    return json.dumps(plain(data), indent=1) + "\n"
-
-
 def summary(step: Step) -> str:
     file = io.StringIO()
     Console(file=file, width=80).print(summary_text(step))
@@ -269,7 +265,7 @@ OUTPUTS: dict[str, Callable[[Step], str]] = {
     "show.txt": printed,
     "show-ascii.txt": lambda step: printed(step, encoding="ascii"),
     "simulate.txt": summary,
-    "simulate.json": lambda step: as_json(summary_json(step)),
+    "simulate.json": lambda step: json.dumps(plain(summary_json(step)), indent=1) + "\n",
     "trace.json": trace_text,
     "report.html": lambda step: (
         page_text(step).split("<style>")[0].split("<meta http")[0]

@@ -139,14 +139,6 @@ class Keyword(nn.Module):
         return x.sum()
 
 
-def routed() -> nn.Module:
-    return nn.Sequential(Routed(), Routed(), nn.Linear(4, 1, bias=False), nn.Flatten(0))
-
-
-def without_repetition() -> nn.Module:
-    return nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1)))
-
-
 LAYERS = [f"block model.layers.{number}" for number in range(4)]
 MODELS: dict[str, tuple[Callable[[], nn.Module], Batch, list[str]]] = {
     "functional operators on bare parameters": (
@@ -163,12 +155,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch, list[str]]] = {
         ],
     ),
     "an expert without tokens": (
-        routed,
+        lambda: nn.Sequential(Routed(), Routed(), nn.Linear(4, 1, bias=False), nn.Flatten(0)),
         torch.ones(1, 4),
         ["part (input)", "block 0", "block 1", "part 2"],
     ),
     "no repetition": (
-        without_repetition,
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))),
         torch.ones(1, 3),
         ["part (input)", "block 0.0", "part 0.1", "block 0.2", "part (output)"],
     ),

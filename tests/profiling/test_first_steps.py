@@ -46,16 +46,7 @@ def test_noise_with_a_gradient_counts_twice_as_the_last_loss_holds_both() -> Non
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon", f"{LOW_RANK}(every=1)"])
 def test_a_first_step_that_only_makes_states_is_not_counted(optimizer: str) -> None:
     factory = optimizer_factory(optimizer)
-    parameters = [torch.nn.Parameter(torch.zeros(n, 64)) for n in (96, 192, 192)]
-    made = factory(parameters)
-    for parameter in parameters:
-        chance = torch.Generator().manual_seed(0)
-        parameter.grad = torch.randn(parameter.shape, generator=chance)
-    made.step()
-    with MemoryMeter() as meter:
-        meter.mark("second step")
-        made.step()
-    taken = meter.segments[0].peak_bytes - meter.segments[0].start_bytes
+    taken = second_step_bytes(factory, [(number, 64) for number in (96, 192, 192)])
     assert workspace_by_rule(UpdateRules(factory), SHAPES).workspace_bytes == taken
 
 
@@ -64,7 +55,7 @@ def second_step_bytes(kind: Any, shapes: Iterable[tuple[int, ...]]) -> int:
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     made = kind(parameters)
     for each in parameters:
-        each.grad = torch.ones_like(each)
+        each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(0))
     made.step()
     with MemoryMeter() as meter:
         meter.mark("second step")

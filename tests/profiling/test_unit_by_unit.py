@@ -1,7 +1,6 @@
 """Models larger than the device: the profile is that of the whole model, the memory is not."""
 
 import json
-import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from protrain_runtime.states.absent import without_parameters
 from tests.support.commands import python
 from tests.support.configs import CONFIGS, SMALL
 from tests.support.estimates import batches_of, measure, model_of, weighed
+from tests.support.faults import data_limit
 from tests.support.hostile_models import WORKLOAD
 
 CASES: dict[str, tuple[dict[str, object], dict[str, str]]] = {
@@ -175,14 +175,10 @@ def test_a_unit_that_is_too_large_by_itself_is_refused() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA")
 def test_free_memory_follows_a_limit_on_the_process() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    try:
-        resource.setrlimit(resource.RLIMIT_DATA, (2**62, hard))
+    with data_limit(2**62):
         unlimited = free_bytes(devices.HOST)
-        resource.setrlimit(resource.RLIMIT_DATA, (2**10, hard))
+    with data_limit(2**10):
         assert free_bytes(devices.HOST) == 0 < unlimited
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 # --- under a limit --------------------------------------------------------------------------------

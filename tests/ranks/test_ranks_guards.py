@@ -35,7 +35,6 @@ from tests.support.ranks_cases import (
 )
 from tests.support.routed_model import (
     SHARED,
-    Routed,
     State,
     against_ddp,
     batch,
@@ -60,26 +59,9 @@ def test_gradients_that_some_ranks_have_and_running_statistics_match_ddp_bitwise
     assert run_ranks(routed, 2, tmp_path) == [[], []]
 
 
-class Overflowing(Routed):
-    """The first token's first number adds its value, `large` times, to the gradient alone."""
-
-    def forward(self, tokens: Tensor, expert: int, large: float = 0.0) -> Tensor:
-        hidden: Tensor = self.embed(tokens)
-        number = hidden[0, 0]
-        for block in self.blocks:
-            hidden = block(hidden, expert)
-        loss = nn.functional.cross_entropy(self.head(hidden), tokens)
-        return loss + large * (number - number.detach())
-
-
 OVERFLOWS = [(0, 0), (None, 3), (1, 0), (0, 15), (None, 9), (1, 15)]
 """By step: the rank on which one gradient overflows, if any, and the row of the embedding that it
 is in. Of two ranks that share an embedding of 16 rows, one has row 0 and the other row 15."""
-
-
-def overflowing() -> nn.Module:
-    torch.manual_seed(0)
-    return Overflowing().to(device())
 
 
 def scaled(rank: int, count: int, places: Sequence[tuple[Placement, ...]]) -> list[list[str]]:
@@ -105,7 +87,7 @@ def scaled(rank: int, count: int, places: Sequence[tuple[Placement, ...]]) -> li
         lambda plain, place=place: plan_of(plain, count, place, updates="after backward")
         for place in places
     ]
-    return against_ddp(plans, play, overflowing)
+    return against_ddp(plans, play)
 
 
 @pytest.mark.nightly("cpu")
@@ -381,17 +363,9 @@ def test_loops_compute_what_ddp_does_when_the_message_is_followed(
     assert run_ranks(following, 2, tmp_path, name) == [[[]]] * 2
 
 
-def another_plan(rank: int, count: int) -> None:
-    made(rank, count, (SHARED, (PERSISTENT,))[rank])
-
-
 def another_optimizer(rank: int, count: int) -> None:
     model = built(rank)
     prepare(model, plan_of(model, count, SHARED), optimizer=(ADAMW, torch.optim.SGD)[rank])
-
-
-def for_one(rank: int, count: int) -> None:
-    made(rank, 1, (PERSISTENT,))
 
 
 def in_another_call(rank: int, count: int) -> None:
@@ -402,17 +376,14 @@ def in_another_call(rank: int, count: int) -> None:
         pass
 
 
-def wrapped(rank: int, count: int) -> None:
-    model, _ = made(rank, count, SHARED)
-    nn.parallel.DistributedDataParallel(model)
-
-
-DIFFERENT: dict[str, Callable[[int, int], None]] = {
-    "the same plan": another_plan,
+DIFFERENT: dict[str, Callable[[int, int], object]] = {
+    "the same plan": lambda rank, count: made(rank, count, (SHARED, (PERSISTENT,))[rank]),
     "the same optimizer": another_optimizer,
-    "a plan for two": for_one,
+    "a plan for two": lambda rank, _: made(rank, 1, (PERSISTENT,)),
     "the same calls": in_another_call,
-    "a wrapper: a plan for two": wrapped,
+    "a wrapper: a plan for two": lambda rank, count: nn.parallel.DistributedDataParallel(
+        made(rank, count, SHARED)[0]
+    ),
 }
 """Uses that ranks are refused, after which a loop that they have in common trains."""
 

@@ -60,6 +60,7 @@ from tests.support.cards import CARDS, capped, card_called, host_waits
 from tests.support.estimates import batches_of, measure, model_of
 from tests.support.pairwise import Row
 from tests.support.parity_rows import ROWS, assert_row
+from tests.support.peaks import trained
 from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import gpu
 from tests.support.runtime_cases import (
@@ -80,7 +81,6 @@ from tests.support.runtime_cases import (
 )
 from tests.support.scenario import Loop, Run, Scenario, Units, refusal
 from tests.support.thinning import thinned
-from tests.support.trained import train
 
 HOST = Placement(tier="host")
 
@@ -693,15 +693,7 @@ def bytes_of_others() -> int:
 
 def ran(plan: Plan, spill: Path) -> Trained:
     """A run, with the bytes that others have on the card taken off."""
-    others = bytes_of_others()
-    run = train(plan, num_steps=3, plain=False, spill_directory=spill, device=str(device()))
-    peak = run.measured_peak_bytes
-    assert peak
-    return replace(
-        run,
-        slot_bytes=tuple(size - others for size in run.slot_bytes),
-        measured_peak_bytes=replace(peak, device=peak.device - others),
-    )
+    return trained(plan, spill, others=bytes_of_others(), device=str(device()))
 
 
 def assert_kept(plan: Plan, profile: Profile, spill: Path) -> tuple[int, int]:

@@ -63,10 +63,6 @@ def test_a_checked_run_is_the_plain_run(name: str, tmp_path: Path) -> None:
     ).assert_like_plain(tmp_path, restored)
 
 
-def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("updates", ["in backward", "after backward"])
 def test_micro_batches_clipping_groups_and_schedules_are_checked_too(
@@ -76,7 +72,7 @@ def test_micro_batches_clipping_groups_and_schedules_are_checked_too(
         num_steps=CHECKED_STEPS,
         micro_batches=2,
         clips=0.1 if updates == "after backward" else None,
-        scheduler=halving,
+        scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
     )
     copied_beside(
         updates=updates, settings={"micro_batches": 2}, groups=weight_decay_groups, script=script

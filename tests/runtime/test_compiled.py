@@ -268,15 +268,13 @@ def test_a_plain_copy_is_compiled_like_the_model(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 1  # which both run
 
 
-def compile_one(model: nn.Module) -> None:
-    model.get_submodule("model.layers.2").compile(backend="aot_eager")
+def compiling(path: str, backend: str) -> Scenario:
+    change = partial(nn.Module.compile, backend=backend)
+    subject = replace(CATALOGUE["llama"], change=lambda model: change(model.get_submodule(path)))
+    return tried(model=subject)
 
 
-def compile_whole(model: nn.Module) -> None:
-    model.compile(backend="eager")
-
-
-WHOLE = tried(model=replace(CATALOGUE["llama"], change=compile_whole))
+WHOLE = compiling("", "eager")
 PLAINLY = tried(model=compiled(), blocks=False)
 FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
     "compiled as a whole: each block": (WHOLE, tried(model=compiled())),
@@ -287,7 +285,7 @@ FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
         tried(blocks=False),
     ),
     "some: all": (
-        tried(model=replace(CATALOGUE["llama"], change=compile_one)),
+        compiling("model.layers.2", "aot_eager"),
         tried(model=compiled()),
     ),
     "a copy of compiled blocks: prepare compiles": (

@@ -454,6 +454,11 @@ class Fix:
     states: Placement = Placement(tier="disk")  # noqa: RUF009 (frozen)
 
 
+def unless(script: Callable[..., object], **mended: Any) -> Fix:
+    """The same script is refused, unless it is called so."""
+    return Fix(refused=script, loop=partial(script, **mended))
+
+
 ONCE = ("backward", "update")
 STEPS = does_all("step", "step")
 SKIPS = does_all("step", "backward", "zero", "step")  # as where a loss is not finite
@@ -516,35 +521,23 @@ FIXES = {
     "training inside": Fix(
         refused=inside(does_all("step")), loop=does_all(inside(does_all()), "step")
     ),
-    "assigned values": Fix(refused=assigns, loop=partial(assigns, assign=False)),
+    "assigned values": unless(assigns, assign=False),
     "a checkpoint around the model": Fix(refused=checkpoints, loop=does_all("step")),
     "a backward that is cut short": Fix(refused=cuts_short, clip=True),
     "averages of a plan that has ended": Fix(refused=averages_on, loop=averages_anew),
     "averages of nothing": Fix(refused=average_first, loop=averaged_first),
     "a recording of no plan": Fix(refused=records, loop=records_a_plan),
-    "a unit that is not there": Fix(
-        refused=looks_at_units, loop=partial(looks_at_units, unit=LAYER)
-    ),
-    "another optimizer to save": Fix(refused=saves, loop=partial(saves, own=True)),
-    "states of another optimizer": Fix(
-        refused=loads_other_states, loop=partial(loads_other_states, states=False)
-    ),
-    "parameters of another model": Fix(
-        refused=loads_another_model, loop=partial(loads_another_model, model="llama-tied")
-    ),
-    "an object to save": Fix(
-        refused=saves_an_object, loop=partial(saves_an_object, extra="float32")
-    ),
-    "a save beside training": Fix(refused=saves_beside, loop=partial(saves_beside, beside=False)),
-    "a save over files of others": Fix(
-        refused=saves_over_others, loop=partial(saves_over_others, name="other")
-    ),
-    "a save over its own": Fix(
-        refused=saves_files_over_its_own, loop=partial(saves_files_over_its_own, name="other")
-    ),
-    "a checkpoint of links": Fix(refused=loads_linked, loop=partial(loads_linked, copied=True)),
+    "a unit that is not there": unless(looks_at_units, unit=LAYER),
+    "another optimizer to save": unless(saves, own=True),
+    "states of another optimizer": unless(loads_other_states, states=False),
+    "parameters of another model": unless(loads_another_model, model="llama-tied"),
+    "an object to save": unless(saves_an_object, extra="float32"),
+    "a save beside training": unless(saves_beside, beside=False),
+    "a save over files of others": unless(saves_over_others, name="other"),
+    "a save over its own": unless(saves_files_over_its_own, name="other"),
+    "a checkpoint of links": unless(loads_linked, copied=True),
     "a conversion inside": Fix(refused=converts_inside, loop=converts_restored),
-    "a damaged checkpoint": Fix(refused=loads_damaged, loop=partial(loads_damaged, whole=True)),
+    "a damaged checkpoint": unless(loads_damaged, whole=True),
     "a damaged index": Fix(
         refused=partial(loads_damaged, file="*.safetensors*"),
         loop=partial(loads_damaged, whole=True),
@@ -553,21 +546,11 @@ FIXES = {
         refused=partial(loads_damaged, damage=flipped, file="*/model-*"),
         loop=partial(loads_damaged, whole=True),
     ),
-    "a folder without a checkpoint": Fix(
-        refused=loads_nothing, loop=partial(loads_nothing, named=True)
-    ),
-    "a folder that another process saves to": Fix(
-        refused=saves_meanwhile, loop=partial(saves_meanwhile, elsewhere=True)
-    ),
-    "an optimizer of another model, plainly": Fix(
-        refused=saves_plainly, loop=partial(saves_plainly, own=True)
-    ),
-    "files of a module": Fix(
-        refused=saves_files_of_a_layer, loop=partial(saves_files_of_a_layer, own=True)
-    ),
-    "averages of another model": Fix(
-        refused=averages_of_another, loop=partial(averages_of_another, model=None)
-    ),
+    "a folder without a checkpoint": unless(loads_nothing, named=True),
+    "a folder that another process saves to": unless(saves_meanwhile, elsewhere=True),
+    "an optimizer of another model, plainly": unless(saves_plainly, own=True),
+    "files of a module": unless(saves_files_of_a_layer, own=True),
+    "averages of another model": unless(averages_of_another, model=None),
 }
 
 

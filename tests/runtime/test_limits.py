@@ -4,12 +4,9 @@ import copy
 import json
 import os
 import re
-import resource
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import process_memory
 from tests.support.commands import MODEL, bash, protrain
+from tests.support.faults import data_limit
 from tests.support.peaks import profile_file
 from tests.support.runtime_cases import ADAMW, decided, described_by, plan_for, plan_of, units_of
 
@@ -232,17 +230,6 @@ def test_131072_tokens_train_where_nothing_exact_does(tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == "everything held"
 
 
-@contextmanager
-def at_most(num_bytes: int) -> Iterator[None]:
-    """This process may hold so many private bytes inside."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
 def test_tiles_train_under_a_limit_that_plain_pytorch_cannot_meet(tmp_path: Path) -> None:
     """In this process, which may take so much more than it holds."""
 
@@ -260,7 +247,7 @@ def test_tiles_train_under_a_limit_that_plain_pytorch_cannot_meet(tmp_path: Path
     units = (before, *blocks, replace(last, activations=Activations(form="64 tiles")))
     plan = replace(plan_for(model, units), exact=False, exactness="rounding", allowed=ROUNDING)
     planned, _ = prepare(copy.deepcopy(model), plan, optimizer=ADAMW, spill_directory=tmp_path)
-    with at_most(process_memory().data_bytes + ROOM):
+    with data_limit(process_memory().data_bytes + ROOM):
         for checkpointing in (False, True):
             with pytest.raises(RuntimeError, match="can't allocate memory"):
                 step(copy.deepcopy(model), checkpointing=checkpointing)

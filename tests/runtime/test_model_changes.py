@@ -1,8 +1,11 @@
 """A plan that meets another model or larger batches says what changed; the edit is the oracle."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,42 +47,24 @@ def refused(model: nn.Module, plan: Plan, folder: Path) -> str:
     return str(refusal(partial(asked.prepared, model, folder), ProtrainError))
 
 
-def module(model: nn.Module, path: str) -> nn.Module:
-    return model.get_submodule(path)
-
-
-def one_more(model: nn.Module) -> None:
-    module(model, "model.layers.2").register_parameter("extra", nn.Parameter(torch.zeros(8)))
-
-
-def wider(model: nn.Module) -> None:
+def wider(model: Any) -> None:
     for layer in (0, 1, 3):
-        module(model, f"model.layers.{layer}.mlp").up_proj = nn.Linear(96, 192, bias=False)
+        model.model.layers[layer].mlp.up_proj = nn.Linear(96, 192, bias=False)
 
 
-def untied(model: nn.Module) -> None:
-    module(model, "lm_head").weight = nn.Parameter(torch.zeros(256, 96))
+def half(model: Any) -> None:
+    model.model.layers.bfloat16()
 
 
-def frozen_in_part(model: nn.Module) -> None:
-    module(model, "model.layers.1.self_attn").requires_grad_(False)
-
-
-def half(model: nn.Module) -> None:
-    module(model, "model.layers").bfloat16()
-
-
-def fewer(model: nn.Module) -> None:
-    layers = module(model, "model.layers")
-    assert isinstance(layers, nn.ModuleList)
-    del layers[2:]
-
-
-def another_class(model: nn.Module) -> None:
-    module(model, "model.layers.3.mlp").act_fn = nn.GELU()
-
-
-EDITS = (one_more, wider, untied, frozen_in_part, half, fewer, another_class)
+EDITS: tuple[Callable[[Any], object], ...] = (
+    lambda model: model.model.layers[2].register_parameter("extra", nn.Parameter(torch.zeros(8))),
+    wider,
+    lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.zeros(256, 96))),
+    lambda model: model.model.layers[1].self_attn.requires_grad_(False),
+    half,
+    lambda model: operator.delitem(model.model.layers, slice(2, None)),
+    lambda model: setattr(model.model.layers[3].mlp, "act_fn", nn.GELU()),
+)
 
 
 def test_a_changed_model_is_told_by_what_was_changed(tmp_path: Path, assert_says: Speaker) -> None:

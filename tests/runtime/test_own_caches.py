@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,16 +92,12 @@ SUBJECTS = {
 }
 
 
-def switched_off(model: nn.Module) -> None:
-    switch_off_caches(model, stacklevel=None)
-
-
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_plan_trains_without_the_cache_and_like_plain_pytorch_with_it(
     name: str, tmp_path: Path
 ) -> None:
     subject = SUBJECTS[name]
-    without = Subject(subject.make, subject.batches, change=switched_off)
+    without = replace(subject, change=partial(switch_off_caches, stacklevel=None))
     found: list[Any] = []
 
     def script(run: Run) -> None:
@@ -110,7 +107,8 @@ def test_a_plan_trains_without_the_cache_and_like_plain_pytorch_with_it(
         found.append(call().past_key_values)
         with torch.no_grad():
             found.append(call().past_key_values)
-            run.seen += [layer.keys for layer in self_attention(found[-1]).layers]
+            own = getattr(found[-1], "self_attention_cache", found[-1])
+            run.seen += [layer.keys for layer in own.layers]
 
     asked = Scenario(
         model=subject,
@@ -127,10 +125,6 @@ def test_a_plan_trains_without_the_cache_and_like_plain_pytorch_with_it(
     assert [cache is None for cache in found] == [True, False, False, False]
     restore(model)
     assert attached(model) == before
-
-
-def self_attention(cache: Any) -> Any:
-    return getattr(cache, "self_attention_cache", cache)
 
 
 def test_a_plain_copy_trains_without_the_cache(tmp_path: Path) -> None:

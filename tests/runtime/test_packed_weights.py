@@ -278,17 +278,6 @@ def test_a_users_packed_model_trains_like_plain_pytorch_bitwise(
     assert any(own in name for name in run.model.state_dict())
 
 
-OPTIONS: dict[Quantize, dict[str, Any]] = {
-    "nf4": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.bfloat16,
-    },
-    "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
-}
-
-
 @pytest.mark.nightly
 @USERS
 def test_the_usual_script_trains_like_plain_pytorch_bitwise(
@@ -305,7 +294,9 @@ def test_the_usual_script_trains_like_plain_pytorch_bitwise(
             tmp_path / "base",
             dtype=torch.bfloat16,
             use_cache=False,
-            quantization_config=transformers.BitsAndBytesConfig(**OPTIONS[users_kind]),
+            quantization_config=transformers.BitsAndBytesConfig(
+                **quantized_models.OPTIONS[users_kind]
+            ),
         )
         model = peft.prepare_model_for_kbit_training(
             model, gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -455,18 +446,12 @@ def test_a_factorys_packed_model_is_profiled_planned_and_trained(
 # --- what cannot be planned -----------------------------------------------------------------------
 
 
-def of_eight_bits(**settings: Any) -> nn.Module:
-    model = quantized_models.llama()
-    make = partial(quantized_models.packed_in_8_bits, **settings)
-    quantized_models.replace_linears(model, make)
-    return quantized_models.with_adapters(model.to("cpu"))
+def packed(bits: int, *, moved: bool = True, **settings: Any) -> nn.Module:
+    make = partial(quantized_models.packed, bits=bits, **settings)
+    return quantized_models.factory(make, moved=moved)()[0]
 
 
-def of_four_bits(**settings: Any) -> nn.Module:
-    model = quantized_models.llama()
-    make = partial(quantized_models.packed, **settings)
-    quantized_models.replace_linears(model, make)
-    return quantized_models.with_adapters(model.to("cpu"))
+of_four_bits, of_eight_bits = partial(packed, 4), partial(packed, 8)
 
 
 def embedded() -> nn.Module:
@@ -502,12 +487,6 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def unpacked() -> nn.Module:
-    model = quantized_models.llama()
-    quantized_models.replace_linears(model, quantized_models.packed)
-    return quantized_models.with_adapters(model)
-
-
 def computing_in_16_bits() -> nn.Module:
     """As a factory's model is profiled: biases are in that dtype, too."""
     model = of_four_bits(compute_dtype=torch.bfloat16)
@@ -526,7 +505,10 @@ FOLLOWED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
         by_another_quantizer,
         lambda: quantized_models.with_adapters(quantized_models.llama()),
     ),
-    "not packed yet": (unpacked, lambda: unpacked().to("cpu")),
+    "not packed yet": (
+        partial(of_four_bits, moved=False),
+        lambda: of_four_bits(moved=False).to("cpu"),
+    ),
 }
 
 

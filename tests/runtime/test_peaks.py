@@ -139,17 +139,12 @@ def test_measured_bytes_of_mixed_plans_match_predicted_in_every_slot(
     assert_equal_to_the_promise(peaks(profile, units, tmp_path))
 
 
-def overlapping(seed: int) -> dict[str, Any]:
-    return {"updates": STEPS[seed % 3][0], "overlap_steps": True}
-
-
-def of_other_steps(seed: int) -> dict[str, Any]:
-    updates, micro_batches = STEPS[seed % 3]
-    return {"updates": updates, "micro_batches": micro_batches}
-
-
 @each_profile(
-    [lambda _: {"updates": "in backward"}, overlapping, of_other_steps],
+    [
+        lambda _: {"updates": "in backward"},
+        lambda seed: {"updates": STEPS[seed % 3][0], "overlap_steps": True},
+        lambda seed: dict(zip(("updates", "micro_batches"), STEPS[seed % 3], strict=True)),
+    ],
     range(100, 106),
     names="settings, seed",
     every=18,

@@ -7,6 +7,7 @@ equal sizes, and never what somebody still looks into.
 import weakref
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from protrain_runtime.contract.program.program import (
 )
 from protrain_runtime.contract.records.plan import KEEP, Budgets, Placement, Schedule
 from protrain_runtime.devices.lanes import Backend, Buffers
+from tests.support.hostile_models import WIDTH, Stack, batch_of, does, stack
 from tests.support.planning_cases import decoder, gpu
 from tests.support.random_problems import schedule
 from tests.support.runtime_cases import Subject, decided, decision_name
@@ -136,36 +138,19 @@ def test_what_no_fetch_of_the_boundary_takes_is_freed() -> None:
     assert [buffer() is not None for buffer in alive] == [True, False, False]
 
 
-class Carrying(nn.Module):
-    """Layers that hand a view of a parameter on, which the next one multiplies with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(5))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The loss, from hidden [batch, 64]."""
-        carried = torch.ones(64)
-        for layer in self.layers:
-            hidden, carried = layer(hidden, carried)
-        return (hidden * carried).square().mean()
+def hands_on(block: Any, hidden: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+    """The next hidden state, and a row of this block's `scale`, a view of a parameter."""
+    return torch.tanh(block.computed(hidden)) * carried * block.scale[0], block.scale[1]
 
 
-class Layer(nn.Module):
-    """See `Carrying`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
-        self.scale = nn.Parameter(torch.randn(2, 64))
-
-    def forward(self, hidden: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """The next hidden state, and a row of this layer's `scale`."""
-        return torch.tanh(hidden @ self.weight) * carried * self.scale[0], self.scale[1]
+def multiplied(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+    carried = torch.ones(WIDTH)
+    for block in stack.blocks:
+        hidden, carried = block(hidden, carried)
+    return hidden * carried
 
 
-def carried(_: int) -> Tensor:
-    return torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+HANDING_ON = does(hands_on, scale=lambda: nn.Parameter(torch.randn(2, WIDTH)))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +163,7 @@ def test_a_view_of_a_parameter_that_is_handed_on_stays_what_it_was(
 ) -> None:
     schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=0)
     Scenario(
-        model=Subject(Carrying, carried),
+        model=Subject(stack(HANDING_ON, depth=5, run=multiplied), batch_of),
         units=partial(decided, activations=KEEP, states=states, schedule=schedule),
         script=Loop(num_steps=3),
     ).assert_like_plain(tmp_path)

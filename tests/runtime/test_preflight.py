@@ -1,6 +1,5 @@
 """The needs of a plan against what there is: the numbers of both are in the message."""
 
-import resource
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import KEEP, Placement, Plan, TierBytes
 from protrain_runtime.devices.memory_meter import process_memory
 from protrain_runtime.devices.preflight import NoRoomError, Room, check_room, room_here, slow_disk
+from tests.support.faults import file_limit
 from tests.support.messages import Speaker
 from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import attached, build, decided, described, plan_for
@@ -111,12 +111,8 @@ def test_the_page_cache_of_a_plan_is_memory_that_has_to_be_there() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
 def test_the_room_is_what_the_system_says(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (12345, hard))
-    try:
+    with file_limit(12345):
         room = room_here(torch.device("cpu"), tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert room.file_limit == 12345
     assert room.device_bytes is None
     assert room.memory_bytes is not None and room.memory_bytes > 0

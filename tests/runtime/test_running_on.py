@@ -143,10 +143,6 @@ def load_parameters(run: Run) -> None:
     run.model.load_state_dict({name: value * 0.9 for name, value in run.values().items()})
 
 
-def load_states(run: Run) -> None:
-    run.optimizer.load_state_dict(copied(run.optimizer.state_dict()))
-
-
 def skip_step(run: Run) -> None:
     run.optimizer.zero_grad()
     run.backward(60)
@@ -163,7 +159,7 @@ BETWEEN: dict[Script, bool] = {
     save_states: True,
     write_parameters: True,
     load_parameters: True,
-    load_states: True,
+    (lambda run: run.optimizer.load_state_dict(copied(run.optimizer.state_dict()))): True,
     change_rate: True,
 }
 """Events between backward and the step; whether updates are done again then."""

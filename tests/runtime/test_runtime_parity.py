@@ -247,11 +247,7 @@ class CopyingOptimizer(torch.optim.Optimizer):
         return state
 
 
-def narrow(model: nn.Module) -> None:
-    model.to(torch.bfloat16)
-
-
-NARROW = replace(CATALOGUE["llama-tied"], change=narrow)
+NARROW = replace(CATALOGUE["llama-tied"], change=lambda model: model.to(torch.bfloat16))
 
 
 def test_one_line_gives_plain_training_master_weights() -> None:
@@ -587,17 +583,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
     assert list(differences(model.state_dict(), values, "parameters")) == []
 
 
-def misnamed(units: Units) -> Units:
-    return [replace(unit, name=unit.name.replace(".2", ".9")) for unit in units]
-
-
 def test_what_no_plan_can_follow_is_refused_and_leaves_the_model_alone(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
     """A module that is not there, a folder that is not there, a step too early, a second plan."""
     model = build("llama")
     asked = Scenario(model="llama", units=busy_with())
-    wrong = replace(asked, units=misnamed)
+    units = [replace(unit, name=unit.name.replace(".2", ".9")) for unit in described("llama")]
+    wrong = replace(asked, units=units)
     with untouched(model):
         assert_says(refusal(partial(wrong.prepared, model, tmp_path), ProtrainError))
         missing = partial(asked.prepared, model, tmp_path / "missing")

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.batches import call_model
@@ -31,10 +30,10 @@ from protrain_runtime.contract.records.plan import (
     Activations,
     Placement,
     Schedule,
-    UnitPlan,
     Updates,
 )
 from tests.support.cards import every_device
+from tests.support.hostile_models import Block, batch_of, does, next_token, stack, tokens_of
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     ADAMW,
@@ -404,60 +403,29 @@ def test_a_gradient_scaler_unscales_clips_and_skips_as_in_plain_torch_bitwise(
 # --- parameters without gradients -----------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """A residual block with two experts, of which a batch meets one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-
-    def forward(self, hidden: Tensor, expert: int) -> Tensor:  # [batch, sequence, width], twice
-        result: Tensor = hidden + self.experts[expert](self.norm(hidden))
-        return result
+def takes_turns(block: Any, hidden: Tensor, other: int) -> Tensor:
+    """A batch meets one of two experts."""
+    return block.other(hidden) if other else Block.forward(block, hidden)
 
 
-class Routed(nn.Module):
-    """Blocks of experts; the first token says which expert all of a batch meets in each block."""
-
-    def __init__(self, width: int = 48, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(Experts(width) for _ in range(num_blocks))
-        self.head = nn.Linear(width, 64)
-
-    def forward(self, tokens: Tensor) -> Tensor:  # int64 [batch, sequence] -> []
-        hidden = self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            hidden = block(hidden, (int(tokens[0, 0]) >> number) & 1)
-        logits = self.head(hidden.to(self.head.weight.dtype))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+def by_bits(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    """The step says which expert a batch meets in each block."""
+    for number, block in enumerate(stack.blocks):
+        hidden = block(hidden, step >> number & 1)
+    return hidden
 
 
-def routed_batch(number: int, *, routes: tuple[int, ...] = ()) -> Tensor:
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(number))
-    if routes:
-        tokens[0, 0] = routes[number]
-    return tokens
+def in_its_dtype(stack: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
+    return next_token(stack, hidden.to(stack.head.weight.dtype), tokens)
 
 
-def routed_units(tier: TierName, speculate: bool, _: Units) -> Units:
-    def unit(name: str, *parameters: str) -> UnitPlan:
-        return UnitPlan(
-            name=name,
-            kind="part" if parameters else "block",
-            activations=KEEP,
-            states=PERSISTENT,
-            parameters=parameters,
-        )
-
-    blocks = [unit(f"blocks.{number}") for number in range(3)]
-    units = (unit("embed", "embed.weight"), *blocks, unit("head", "head.bias", "head.weight"))
-    return some_offloaded(tier, units, speculate=speculate)
+ROUTED = Subject(
+    stack(does(takes_turns, other=Block), depth=3, run=by_bits, ends=in_its_dtype), batch_of
+)
 
 
 def halved_in_part(model: nn.Module) -> None:
-    for path in ("blocks", "embed"):
+    for path in ("blocks", "embedding"):
         model.get_submodule(path).bfloat16()
 
 
@@ -469,8 +437,8 @@ def test_gradients_of_two_dtypes_are_clipped_as_in_plain_torch_bitwise(
     """A device multiplies bfloat16 gradients by a factor of float32 that it rounds, a CPU not."""
     tried(
         Loop(num_steps=3, clips=0.05),
-        model=Subject(Routed, routed_batch, halved_in_part),
-        units=partial(routed_units, tier, False),
+        model=replace(ROUTED, change=halved_in_part),
+        tier=tier,
     ).assert_like_plain(tmp_path)
 
 
@@ -494,8 +462,9 @@ def test_parameters_without_gradients_are_left_alone_bitwise(
     clipped = updates == "after backward"
     asked = tried(
         Loop(micro_batches=micro_batches, clips=0.5 if clipped else None),
-        model=Subject(Routed, partial(routed_batch, routes=tuple(routes))),
-        units=partial(routed_units, tier, speculate and clipped),
+        model=replace(ROUTED, batches=lambda n: {"tokens": tokens_of(n), "step": routes[n]}),
+        tier=tier,
+        speculate=speculate and clipped,
         updates=updates,
         micro_batches=micro_batches,
         piece_bytes=3_000,

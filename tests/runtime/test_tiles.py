@@ -530,43 +530,41 @@ def small_gpt2(dropout: float = 0.0, layers: int = 1) -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
 
 
-class WithBias(nn.Module):
-    """A head with a bias, and a loss that is a sum over shifted logits, as older code has it."""
+class Head(nn.Module):
+    """An embedding and a head; `ends` makes what the forward returns of logits and labels."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, ends: Callable[[Tensor, Tensor], Mapping[str, Tensor]], *, bias: bool = True
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CLASSES, 64)
-        self.head = nn.Linear(64, CLASSES)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        logits = self.head(self.embedding(input_ids))
-        ahead = logits[..., :-1, :].contiguous().float().view(-1, CLASSES)
-        loss = cross_entropy(ahead, labels[..., 1:].reshape(-1), reduction="sum")
-        return {"loss": loss, "logits": logits}
-
-
-class Capped(nn.Module):
-    """Logits that are scaled and capped before a mean, in all ways of writing it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(CLASSES, 64)
-        self.head = nn.Linear(64, CLASSES, bias=False)
+        self.head, self.ends = nn.Linear(64, CLASSES, bias=bias), ends
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.head
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        logits = 3 * self.head(self.embedding(input_ids)) / 2.5
-        logits = torch.tanh(logits).mul(4.0).float().div(2).tanh() * 6
-        return {"loss": cross_entropy(logits.view(-1, CLASSES), labels.view(-1)), "logits": logits}
+        return self.ends(self.head(self.embedding(input_ids)), labels)
+
+
+def summed(logits: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+    """A sum over shifted logits, as older code has it."""
+    ahead = logits[..., :-1, :].contiguous().float().view(-1, CLASSES)
+    loss = cross_entropy(ahead, labels[..., 1:].reshape(-1), reduction="sum")
+    return {"loss": loss, "logits": logits}
+
+
+def capped_twice(logits: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+    """Logits that are scaled and capped before a mean, in all ways of writing it."""
+    logits = torch.tanh(3 * logits / 2.5).mul(4.0).float().div(2).tanh() * 6
+    return {"loss": cross_entropy(logits.view(-1, CLASSES), labels.view(-1)), "logits": logits}
 
 
 HEADS: dict[str, Callable[[], Any]] = {
     "llama": small_llama,
     "tied": small_gpt2,
-    "bias": WithBias,
-    "capped": Capped,
+    "bias": partial(Head, summed),
+    "capped": partial(Head, capped_twice, bias=False),
     "softcapped": partial(gemma2, 1, 5.0, vocab_size=CLASSES),
 }
 
@@ -603,9 +601,8 @@ def test_gradients_of_heads_in_tiles_are_as_near_to_those_of_float64_as_plain_py
     """Every gradient, of a head that is trained and of a frozen one: none is doubled or missing."""
     model = made(HEADS[name], dtype)
     for frozen in (False, True):
-        head = model.get_output_embeddings() if name != "bias" else model.head
         if frozen and name not in ("tied", "softcapped"):
-            head.requires_grad_(False)
+            model.get_output_embeddings().requires_grad_(False)
         true_loss, true = gradients(copy.deepcopy(model).double(), nullcontext())
         plain_loss, plain_found = gradients(model, nullcontext(), autocast=autocast)
         for form in ("8 tiles", "64 tiles"):
@@ -635,36 +632,30 @@ def test_nothing_is_as_large_as_the_logits(name: str) -> None:
     assert largest(around("8 tiles")) < logits <= largest(nullcontext())
 
 
-class Asking(WithBias):
-    """Counts right answers in its forward, before and after the loss."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        logits = self.head(self.embedding(input_ids))
-        before = (logits.detach().argmax(-1) == labels).sum()
-        loss = cross_entropy(logits.view(-1, CLASSES), labels.reshape(-1))
-        with torch.no_grad():
-            after = (logits.argmax(-1) == labels).sum()
-        return {"loss": loss, "right": torch.stack([before, after]), "logits": logits}
+def counted(logits: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+    """Right answers are counted before and after the loss."""
+    before = (logits.detach().argmax(-1) == labels).sum()
+    loss = cross_entropy(logits.view(-1, CLASSES), labels.reshape(-1))
+    with torch.no_grad():
+        after = (logits.argmax(-1) == labels).sum()
+    return {"loss": loss, "right": torch.stack([before, after]), "logits": logits}
 
 
-class UsingTwice(WithBias):
-    """Its loss has a second term of the logits."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
-        logits = self.head(self.embedding(input_ids))
-        loss = cross_entropy(logits.view(-1, CLASSES), labels.reshape(-1))
-        return {"loss": loss + 1e-4 * logits.logsumexp(-1).square().mean()}
+def used_twice(logits: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
+    """The loss has a second term of the logits."""
+    loss = cross_entropy(logits.view(-1, CLASSES), labels.reshape(-1))
+    return {"loss": loss + 1e-4 * logits.logsumexp(-1).square().mean()}
 
 
 def test_who_asks_for_logits_in_the_forward_gets_them() -> None:
-    model = made(Asking)
+    model = made(partial(Head, counted))
     with torch.no_grad():
         expected = model(**batch())
     with around("8 tiles"):
         found = model(**batch())
     assert torch.equal(found["right"], expected["right"])
     for frozen in (False, True):
-        twice = UsingTwice()
+        twice = Head(used_twice)
         twice.head.requires_grad_(not frozen)
         _, plain_found = gradients(twice, nullcontext())
         _, tiled = gradients(twice, around("8 tiles"))
@@ -674,7 +665,7 @@ def test_who_asks_for_logits_in_the_forward_gets_them() -> None:
 
 def test_logits_are_refused_after_the_forward() -> None:
     """The head may have left the device, or been updated; in an evaluation they are there."""
-    model = Asking()
+    model = Head(counted)
     whole = model(**batch())["logits"]
     with around("8 tiles"), torch.no_grad():
         assert torch.equal(model(**batch())["logits"], whole)
@@ -830,17 +821,14 @@ def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return profile_made(tmp_path_factory, f"tiles-{request.param}", make)
 
 
-def logits_bytes(profile: Profile) -> int:
-    return BATCH * SEQUENCE * MANY * (2 if profile.workload.dtype == "bfloat16" else 4)
-
-
 @pytest.mark.nightly  # by day `test_limits` trains tiles where plain PyTorch has no room
 def test_forms_need_less(profile: Profile) -> None:
     *others, last = profile.units
     forms = [cost.form for cost in last.forms]
     assert all("in place" not in {cost.form for cost in unit.forms} for unit in others)
     assert forms[:2] == ["keep", "in place"]
-    logits, keep, in_place = logits_bytes(profile), *last.forms[:2]
+    narrow, (keep, in_place) = profile.workload.dtype == "bfloat16", last.forms[:2]
+    logits = BATCH * SEQUENCE * MANY * (2 if narrow else 4)
     assert logits < in_place.kept_bytes < 1.1 * logits
     assert in_place.forward_peak_bytes < 2 * logits
     assert in_place.backward_peak_bytes < last.gradient_bytes + 1.2 * logits
@@ -849,7 +837,6 @@ def test_forms_need_less(profile: Profile) -> None:
     assert set(forms[2:]) & {"8 tiles", "64 tiles"}
     for cost in last.forms[2:]:
         assert cost.kept_bytes < in_place.kept_bytes - 0.8 * logits
-        narrow = profile.workload.dtype == "bfloat16"
         assert cost.backward_peak_bytes < in_place.backward_peak_bytes or not narrow
     for unit in others[1:]:
         tiled, full = unit.cost("tiled"), unit.cost("full")

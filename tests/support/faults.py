@@ -2,7 +2,7 @@
 
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 
@@ -12,14 +12,23 @@ def spill_descriptor(folder: Path) -> int:
 
 
 @contextmanager
-def file_limit(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond `num_bytes`: to it, a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+def _limit(kind: int, num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (num_bytes, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
+
+
+def file_limit(num_bytes: int) -> AbstractContextManager[None]:
+    """No file of this process grows beyond `num_bytes`: to it, a full disk."""
+    return _limit(resource.RLIMIT_FSIZE, num_bytes)
+
+
+def data_limit(num_bytes: int) -> AbstractContextManager[None]:
+    """This process may hold so many private bytes inside."""
+    return _limit(resource.RLIMIT_DATA, num_bytes)
 
 
 def descriptors() -> dict[str, str]:

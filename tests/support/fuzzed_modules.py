@@ -7,8 +7,6 @@ step may not see. The text is what is printed where a model goes wrong.
 import random
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
@@ -53,116 +51,86 @@ class Keeps(torch.autograd.Function):
 """
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Lines of a block's forward, and the attributes that they need, by name.
-
-    In forward `x` is the hidden state, [batch, sequence, width], and `more` a tensor that rides
-    along.
-    """
-
-    weight: int
-    lines: tuple[str, ...]
-    attributes: Mapping[str, str]
-
-    def numbered(self, number: int) -> tuple[list[str], list[str]]:
-        """Lines of `__init__` and of forward, with attributes of their own."""
-        init = [f"self.{name}{number} = {made}" for name, made in self.attributes.items()]
-        names = "|".join(self.attributes) or "(?!)"
-        return init, [re.sub(rf"self\.({names})\b", rf"self.\g<1>{number}", e) for e in self.lines]
-
-
-def piece(weight: int, *lines: str, **attributes: str) -> Piece:
-    return Piece(weight, lines, attributes)
+_ATTRIBUTES = {
+    "calls": "0",
+    "n": "nn.LayerNorm(WIDTH)",
+    "up": "nn.Linear(WIDTH, WIDTH)",
+    "w": "nn.Linear(WIDTH, 2 * WIDTH)",
+    "qkv": "nn.Linear(WIDTH, 3 * WIDTH)",
+    "s": "nn.Parameter(torch.ones(WIDTH))",
+    "b": "nn.Parameter(torch.zeros(WIDTH))",
+    "c": "nn.Conv1d(WIDTH, WIDTH, 3, padding=1)",
+    "mix": "nn.Linear(3 * WIDTH, WIDTH)",
+    "bn": "nn.BatchNorm1d(WIDTH)",
+    "mean": "nn.Buffer(torch.zeros(WIDTH))",
+    **dict.fromkeys(("mask", "before", "seen"), "None"),
+    "draws": "random.Random(1)",
+}
+"""Attributes that pieces of a block's forward read, each by a number of its own."""
 
 
-_NORM, _LINEAR = "nn.LayerNorm(WIDTH)", "nn.Linear(WIDTH, WIDTH)"
-_ONES, _ZEROS = "nn.Parameter(torch.ones(WIDTH))", "nn.Parameter(torch.zeros(WIDTH))"
+def _numbered(piece: str, number: int) -> tuple[list[str], str]:
+    """Lines of `__init__` and of forward."""
+    init = [
+        f"self.{name}{number} = {made}"
+        for name, made in _ATTRIBUTES.items()
+        if re.search(rf"self\.{name}\b", piece)
+    ]
+    return init, re.sub(rf"self\.({'|'.join(_ATTRIBUTES)})\b", rf"self.\g<1>{number}", piece)
+
+
 _PIECES = (
     # what every model is made of
-    piece(12, "x = x + self.up(F.gelu(self.n(x)))", n=_NORM, up=_LINEAR),
-    piece(
-        6,
-        "a, b = self.w(x).chunk(2, dim=-1)",
-        "x = x + a * torch.sigmoid(b)",
-        w="nn.Linear(WIDTH, 2 * WIDTH)",
-    ),
-    piece(
-        4,
-        "q, k, v = self.qkv(x).chunk(3, dim=-1)",
-        "x = x + F.scaled_dot_product_attention(q, k, v)",
-        qkv="nn.Linear(WIDTH, 3 * WIDTH)",
-    ),
-    piece(3, "x = x * self.s + self.b", s=_ONES, b=_ZEROS),
-    piece(3, "x = F.dropout(x, 0.1, self.training)"),
-    piece(
-        2,
-        "x = x + self.c(x.transpose(1, 2)).transpose(1, 2)",
-        c="nn.Conv1d(WIDTH, WIDTH, 3, padding=1)",
-    ),
-    piece(2, "for _ in range(2):", "    x = x + F.silu(self.up(x))", up=_LINEAR),
-    piece(
-        2,
-        "x = x + self.mix(torch.cat([x, x * 2, x.roll(1, 1)], dim=-1))",
-        mix="nn.Linear(3 * WIDTH, WIDTH)",
-    ),
-    piece(2, "x = x + self.up(x).to(torch.bfloat16).float()", up=_LINEAR),
-    piece(2, "more = more + x.mean(dim=1, keepdim=True)"),
-    piece(2, "x = x + 0.1 * more"),
-    piece(2, "x = x + checkpoint(self.up, x, use_reentrant=False)", up=_LINEAR),
-    piece(2, "x = x + Saves.apply(self.up(x))", up=_LINEAR),
+    (12, "x = x + self.up(F.gelu(self.n(x)))"),
+    (6, "a, b = self.w(x).chunk(2, dim=-1)\nx = x + a * torch.sigmoid(b)"),
+    (4, "q, k, v = self.qkv(x).chunk(3, dim=-1)\nx = x + F.scaled_dot_product_attention(q, k, v)"),
+    (3, "x = x * self.s + self.b"),
+    (3, "x = F.dropout(x, 0.1, self.training)"),
+    (2, "x = x + self.c(x.transpose(1, 2)).transpose(1, 2)"),
+    (2, "for _ in range(2):\n    x = x + F.silu(self.up(x))"),
+    (2, "x = x + self.mix(torch.cat([x, x * 2, x.roll(1, 1)], dim=-1))"),
+    (2, "x = x + self.up(x).to(torch.bfloat16).float()"),
+    (2, "more = more + x.mean(dim=1, keepdim=True)"),
+    (2, "x = x + 0.1 * more"),
+    (2, "x = x + checkpoint(self.up, x, use_reentrant=False)"),
+    (2, "x = x + Saves.apply(self.up(x))"),
     # in place
-    piece(2, "t = self.up(x)", "t.mul_(0.5).relu_()", "x = x + t", up=_LINEAR),
-    piece(1, "t = self.up(x)", "t[..., :8] += 1", "x = x + t", up=_LINEAR),
-    piece(1, "x = x.add_(self.up(F.relu(x)))", up=_LINEAR),
-    piece(1, "x.mul_(0.9)"),
-    piece(1, "x = x.masked_fill_(x.detach() > 2, 0.0)"),
+    (2, "t = self.up(x)\nt.mul_(0.5).relu_()\nx = x + t"),
+    (1, "t = self.up(x)\nt[..., :8] += 1\nx = x + t"),
+    (1, "x = x.add_(self.up(F.relu(x)))"),
+    (1, "x.mul_(0.9)"),
+    (1, "x = x.masked_fill_(x.detach() > 2, 0.0)"),
     # what is kept from one forward to the next
-    piece(2, "x = x + self.bn(x.transpose(1, 2)).transpose(1, 2)", bn="nn.BatchNorm1d(WIDTH)"),
-    piece(
+    (2, "x = x + self.bn(x.transpose(1, 2)).transpose(1, 2)"),
+    (1, "self.mean.lerp_(x.detach().mean((0, 1)), 0.1)\nx = x - self.mean"),
+    (1, "if self.mask is None:\n    self.mask = torch.ones(x.shape[1], 1)\nx = x * self.mask"),
+    (
         1,
-        "self.mean.lerp_(x.detach().mean((0, 1)), 0.1)",
-        "x = x - self.mean",
-        mean="nn.Buffer(torch.zeros(WIDTH))",
-    ),
-    piece(
-        1,
-        "if self.mask is None:",
-        "    self.mask = torch.ones(x.shape[1], 1)",
-        "x = x * self.mask",
-        mask="None",
-    ),
-    piece(
-        1,
-        "before = x if self.before is None else self.before",
-        "self.before = x.detach()",
+        "before = x if self.before is None else self.before\nself.before = x.detach()\n"
         "x = x + 0.1 * before",
-        before="None",
     ),
-    piece(1, "self.seen = x.detach()", seen="None"),
-    piece(
-        1, "self.calls += 1", "if self.calls % 2:", "    x = x + self.up(x)", calls="0", up=_LINEAR
-    ),
+    (1, "self.seen = x.detach()"),
+    (1, "self.calls += 1\nif self.calls % 2:\n    x = x + self.up(x)"),
     # at random
-    piece(2, "x = x + 0.1 * torch.randn_like(x)"),
-    piece(1, "x = x * (0.5 + random.random())"),
-    piece(1, "x = x * float(0.5 + np.random.rand())"),
-    piece(1, "x = x * (0.5 + self.draws.random())", draws="random.Random(1)"),
-    piece(1, "if torch.rand(()).item() < 0.5:", "    x = x + self.up(x)", up=_LINEAR),
-    piece(1, "if random.random() < 0.5:", "    x = x + self.up(x)", up=_LINEAR),
+    (2, "x = x + 0.1 * torch.randn_like(x)"),
+    (1, "x = x * (0.5 + random.random())"),
+    (1, "x = x * float(0.5 + np.random.rand())"),
+    (1, "x = x * (0.5 + self.draws.random())"),
+    (1, "if torch.rand(()).item() < 0.5:\n    x = x + self.up(x)"),
+    (1, "if random.random() < 0.5:\n    x = x + self.up(x)"),
     # what has no gradient, and what saved-tensor hooks do not see
-    piece(1, "with torch.no_grad():", "    t = self.up(x)", "x = x + 0.1 * t", up=_LINEAR),
-    piece(1, "x = x + 0.1 * self.up(x.detach())", up=_LINEAR),
-    piece(1, "x = x + Keeps.apply(self.up(x))", up=_LINEAR),
-    piece(
+    (1, "with torch.no_grad():\n    t = self.up(x)\nx = x + 0.1 * t"),
+    (1, "x = x + 0.1 * self.up(x.detach())"),
+    (1, "x = x + Keeps.apply(self.up(x))"),
+    (
         1,
-        "with torch.enable_grad():",
-        "    t = x.detach().requires_grad_()",
-        "    (t,) = torch.autograd.grad(self.up(t).square().mean(), t)",
-        "x = x + t",
-        up=_LINEAR,
+        "with torch.enable_grad():\n    t = x.detach().requires_grad_()\n"
+        "    (t,) = torch.autograd.grad(self.up(t).square().mean(), t)\nx = x + t",
     ),
 )
+"""Lines of a block's forward, with how often they come: `x` is the hidden state, [batch, sequence,
+width], and `more` a tensor that rides along."""
+
 
 _BETWEEN = (
     (16, ""),
@@ -262,10 +230,11 @@ def _indented(text: str, depth: int) -> str:
 
 def _block(rng: random.Random, name: str, style: str) -> str:
     arguments, unpack, result, _ = _STYLES[style]
-    pieces = rng.choices(_PIECES, [piece.weight for piece in _PIECES], k=rng.randint(1, 4))
-    numbered = [piece.numbered(number) for number, piece in enumerate(pieces)]
+    weights, texts = zip(*_PIECES, strict=True)
+    pieces = rng.choices(texts, weights, k=rng.randint(1, 4))
+    numbered = [_numbered(piece, number) for number, piece in enumerate(pieces)]
     init = [line for lines, _ in numbered for line in lines]
-    forward = [line for _, lines in numbered for line in lines]
+    forward = [piece for _, piece in numbered]
     shared = rng.random() < 0.15
     init += ["self.own = nn.Parameter(torch.ones(WIDTH))", "self.norm = nn.LayerNorm(WIDTH)"]
     forward += ["x = x + 0.1 * F.linear(x, self.shared)"] if shared else []

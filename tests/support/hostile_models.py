@@ -202,6 +202,22 @@ def chosen(order: Callable[[int], Iterable[int]], *, outside: bool = False) -> T
     return run
 
 
+def called(call: Callable[[Any, Tensor], Tensor]) -> Through:
+    """The model calls its blocks in a way of its own."""
+
+    def run(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+        for block in stack.blocks:
+            hidden = call(block, hidden)
+        return hidden
+
+    return run
+
+
+def halved_weight(block: Any, hidden: Tensor) -> Any:
+    halved = {"outer.weight": 0.5 * block.outer.weight}
+    return torch.func.functional_call(block, halved, (hidden,))
+
+
 def all_with(make: Callable[[Any, Tensor], Any]) -> Through:
     """Every block gets what is made once of the hidden state."""
 
@@ -436,12 +452,6 @@ def running_sum(stack: Stack, hidden: Tensor, step: int) -> Tensor:
     """One tensor goes through the whole model, and every block's result is added to it."""
     for block in stack.blocks:
         hidden += block(hidden)
-    return hidden
-
-
-def given_copies(stack: Stack, hidden: Tensor, step: int) -> Tensor:
-    for block in stack.blocks:
-        hidden = block(hidden + 0.0)
     return hidden
 
 
@@ -756,12 +766,6 @@ def takes_twice(stack: Stack, hidden: Tensor, step: int) -> Tensor:
     return hidden
 
 
-def transposed(stack: Stack, hidden: Tensor, step: int) -> Tensor:
-    for block in stack.blocks:
-        hidden = block(hidden.transpose(0, 1)).transpose(0, 1)
-    return hidden
-
-
 class Perturbed(Stack):
     """Noise that asks for a gradient, as an attribute (adversarial training)."""
 
@@ -861,13 +865,6 @@ def scales(stack: Stack, hidden: Tensor, step: int) -> Tensor:
         for each in stack.blocks:
             each.scale = 1.0 + number  # type: ignore[assignment]
         hidden = block(hidden)
-    return hidden
-
-
-def halved_weights(stack: Any, hidden: Tensor, step: int) -> Tensor:
-    for block in stack.blocks:
-        halved = {"outer.weight": 0.5 * block.outer.weight}
-        hidden = torch.func.functional_call(block, halved, (hidden,))
     return hidden
 
 
@@ -1034,12 +1031,6 @@ def rounding(stack: Stack, hidden: Tensor, step: int) -> Tensor:
     """Tensors are saved in half of their bytes."""
     with torch.autograd.graph.saved_tensors_hooks(Tensor.bfloat16, Tensor.float):
         return in_order(stack, hidden, step)
-
-
-def mapped(stack: Stack, hidden: Tensor, step: int) -> Tensor:
-    for block in stack.blocks:
-        hidden = torch.vmap(block)(hidden)
-    return hidden
 
 
 def gradient_inside(block: Any, hidden: Tensor) -> Tensor:
@@ -1213,13 +1204,6 @@ def under_autocast(blocks: Sequence[nn.Module], hidden: Tensor, call: Call) -> T
         return each(blocks, hidden, call)
 
 
-def copied_checkpoints(stack: Stack, hidden: Tensor, step: int) -> Tensor:
-    """Blocks in a function that somebody copied from PyTorch."""
-    for block in stack.blocks:
-        hidden = OwnCheckpoint.apply(hidden, block)  # type: ignore[no-untyped-call]
-    return hidden
-
-
 def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
     """Every way to call blocks in checkpoints, reentrant and not, and what cannot be kept."""
     for reentrant in (False, True):
@@ -1265,7 +1249,8 @@ def own_checkpoints() -> Iterator[tuple[str, Hostile]]:
             yield f"{how}, {name}", Hostile(make, over=over)
         for why, make in refused.items():
             yield f"{how}, {why}", Hostile(make, rf"checkpoint.*{why}")
-    yield ("checkpoints: of its own", Hostile(stack(run=copied_checkpoints), refusal="in backward"))
+    copied = called(lambda block, x: OwnCheckpoint.apply(x, block))  # type: ignore[no-untyped-call]
+    yield "checkpoints: of its own", Hostile(stack(run=copied), refusal="in backward")
 
 
 # --- 8. several dtypes ----------------------------------------------------------------------------
@@ -1323,6 +1308,8 @@ _HOARDS = r"KiB more after every step: no plan can bound that\n  fix: keep numbe
 _GREW = "every step takes more than the one before"
 _VIEWS = "views of parameters are attributes, or results of blocks"
 _SPARSE = "sparse gradients"
+_ANOTHER = "its forward gave another result when it ran again on the same inputs"
+_PLACES = "parameters are read by their place in a storage (as_strided, set_)"
 _COUNTER: dict[str, Any] = {"calls": int}
 ENDS_IN_NORM = does(lambda b, x: b.norm(x) * 1.5)
 """Keeps nothing of what it gives; who reads that keeps it."""
@@ -1398,7 +1385,10 @@ HOSTILE: dict[str, Hostile] = {
     "in place: residual in the block": Hostile(stack(does(adds_to_input))),
     "in place: input scaled": Hostile(stack(does(scales_input))),
     "in place: a copy scaled": Hostile(
-        stack(does(lambda b, x: Block.forward(b, x.mul_(0.5).add_(0.1))), run=given_copies),
+        stack(
+            does(lambda b, x: Block.forward(b, x.mul_(0.5).add_(0.1))),
+            run=called(lambda block, x: block(x + 0.0)),
+        ),
         once=_WRITES,
     ),
     "in place: view of the output": Hostile(stack(does(writes_view))),
@@ -1447,7 +1437,9 @@ HOSTILE: dict[str, Hostile] = {
         stack(does(two_outputs), 5, run=to_the_next_but_one), above=20_000
     ),
     "peaks: one output twice": Hostile(stack(does(gives_twice), run=takes_twice)),
-    "peaks: transposed": Hostile(stack(run=transposed)),
+    "peaks: transposed": Hostile(
+        stack(run=called(lambda block, x: block(x.transpose(0, 1)).transpose(0, 1)))
+    ),
     "peaks: all hidden states": Hostile(AllHidden, above=SLACK_BYTES),
     "peaks: named hidden states": Hostile(stack(run=named), above=SLACK_BYTES),
     "peaks: wide heads on the way": Hostile(WideHeads, above=110_000),
@@ -1502,17 +1494,11 @@ HOSTILE: dict[str, Hostile] = {
         stack(does(sums, total=lambda: torch.zeros(()))),  # no buffer
         once="its forward changes its attribute 'total'",
     ),
-    "once: reads a global": Hostile(
-        reading_global, once="its forward gave another result when it ran again on the same inputs"
-    ),
+    "once: reads a global": Hostile(reading_global, once=_ANOTHER),
     "once: reads what others set": Hostile(
-        stack(does(scaled_inside, scale=lambda: 1.0), run=scales),
-        once="its forward gave another result when it ran again on the same inputs",
+        stack(does(scaled_inside, scale=lambda: 1.0), run=scales), once=_ANOTHER
     ),
-    "once: weights of the call": Hostile(
-        stack(run=halved_weights),
-        once="its forward gave another result when it ran again on the same inputs",
-    ),
+    "once: weights of the call": Hostile(stack(run=called(halved_weight)), once=_ANOTHER),
     "once: frozen for the call": Hostile(
         stack(run=freezing), once="requires_grad of its parameters changes after it has run"
     ),
@@ -1530,14 +1516,8 @@ HOSTILE: dict[str, Hostile] = {
         stays="the optimizer steps on all parameters at once",
     ),
     "takes: forward gradients": Hostile(stack(does(forward_gradients)), stays=""),
-    "takes: an offset": Hostile(
-        stack(does(by_offset)),
-        stays="parameters are read by their place in a storage (as_strided, set_)",
-    ),
-    "takes: a storage": Hostile(
-        stack(does(by_storage)),
-        stays="parameters are read by their place in a storage (as_strided, set_)",
-    ),
+    "takes: an offset": Hostile(stack(does(by_offset)), stays=_PLACES),
+    "takes: a storage": Hostile(stack(does(by_storage)), stays=_PLACES),
     "takes: arguments of all kinds": Hostile(stack(does(takes_all), run=gives_all)),
     "takes: dicts": Hostile(stack(does(in_dict), 5, run=dicts), stays=""),
     "takes: objects": Hostile(stack(does(takes_object), run=objects)),
@@ -1546,7 +1526,10 @@ HOSTILE: dict[str, Hostile] = {
         stays="hands tensors on in its arguments",
     ),
     "takes: hooks that round": Hostile(stack(run=rounding), "saved-tensor hooks around Block"),
-    "takes: vmap": Hostile(stack(run=mapped), "Block inside a transform of torch.func"),
+    "takes: vmap": Hostile(
+        stack(run=called(lambda block, x: torch.vmap(block)(x))),
+        "Block inside a transform of torch.func",
+    ),
     "takes: a gradient in a block": Hostile(stack(does(gradient_inside)), _GRAD),
     "takes: forces": Hostile(stack(run=forces), _GRAD),
     "takes: gradient of weights": Hostile(stack(ends=gradient_of_weights), _GRAD),

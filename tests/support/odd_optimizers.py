@@ -75,26 +75,9 @@ class Odd(torch.optim.AdamW):
     def _slower(self) -> Iterator[None]:
         """With the learning rate of this call."""
         rates = [group["lr"] for group in self.param_groups]
-        features, cls = self.features, type(self)
         for group in self.param_groups:
-            if "counts in its groups" in features:
-                group["lr"] /= group["calls"]
-            if "counts in its groups in place" in features:
-                group["lr"] /= float(group["counted"])
-            if "scales by all" in features:
-                group["lr"] *= group["scale"]
-            if "counts in itself" in features:
-                group["lr"] /= self.calls
-            if "counts in its class" in features:
-                group["lr"] /= cls.calls_of_class
-            if "counts in a tensor of its class" in features:
-                group["lr"] /= float(cls.tensor_of_class)
-            if "counts in its module" in features:
-                group["lr"] /= COUNTS["calls"]
-            if "goes by number" in features:
-                group["lr"] /= len(group["params"])
-            if "keeps a list in its groups" in features:
-                group["lr"] /= 1 + sum(group["kept"])
+            for feature in sorted(self.features & _SLOWER.keys()):
+                group["lr"] /= float(_SLOWER[feature](self, group))
         try:
             yield
         finally:
@@ -290,6 +273,19 @@ _BEFORE: dict[str, Before] = {
         optimizer, every, now=not optimizer.copies
     ),
     "switches modes": _average,
+}
+
+
+_SLOWER: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "counts in its groups": lambda _, group: group["calls"],
+    "counts in its groups in place": lambda _, group: group["counted"],
+    "scales by all": lambda _, group: 1 / group["scale"],
+    "counts in itself": lambda optimizer, _: optimizer.calls,
+    "counts in its class": lambda optimizer, _: type(optimizer).calls_of_class,
+    "counts in a tensor of its class": lambda optimizer, _: type(optimizer).tensor_of_class,
+    "counts in its module": lambda *_: COUNTS["calls"],
+    "goes by number": lambda _, group: len(group["params"]),
+    "keeps a list in its groups": lambda _, group: 1 + sum(group["kept"]),
 }
 
 

@@ -75,15 +75,12 @@ def covering_rows(
     for factor in costly:
         for number in reversed(range(len(rows))):
             cheaper = {**rows[number], factor: factors[factor][0]}
-            others = set[Pair]().union(*(pairs_of(row, factors) for row in _without(rows, number)))
+            rest = (row for index, row in enumerate(rows) if index != number)
+            others = set[Pair]().union(*(pairs_of(row, factors) for row in rest))
             needed = pairs_of(rows[number], factors) - others - pairs_of(cheaper, factors)
             if not needed and not any(each.holds(cheaper) for each in impossible):
                 rows[number] = cheaper
     return rows
-
-
-def _without(rows: Sequence[Row], number: int) -> Iterator[Row]:
-    return (row for index, row in enumerate(rows) if index != number)
 
 
 def _completed(

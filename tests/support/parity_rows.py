@@ -10,7 +10,7 @@ from protrain_runtime.contract.records.plan import Plan
 from tests.support.pairwise import Impossible, Row, covering_rows
 from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import RECOMPUTED, assert_bitwise, delays, weight_decay_groups
-from tests.support.scenario import Loop, Resumed, Run, Scenario, go_on
+from tests.support.scenario import Loop, Run, Scenario, go_on
 from tests.support.training_rows import (
     ALWAYS_IMPOSSIBLE,
     OPTIMIZERS,
@@ -92,17 +92,10 @@ def plan(row: Row, model: nn.Module, *, seed: int = 0) -> Plan:
     return with_settings(found, overlap_steps=row["steps"] == "overlapping")
 
 
-HOW: dict[str, Resumed] = {
-    "files into another plan": "files",
-    "states into another plan": "states",
-    "plainly": "plainly",
-}
-
-
 def scenario(row: Row, *, seed: int = 0) -> Scenario:
     def resume(run: Run, number: int) -> None:
-        if number == RESUMED_AT and row["resumed"] in HOW:
-            go_on(run, scenario(row, seed=1), HOW[row["resumed"]])
+        if number == RESUMED_AT and row["resumed"] != "no":
+            go_on(run, partial(scenario(row, seed=1).start, seed=1), row["resumed"])
 
     return Scenario(
         model=of_row(row),

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,10 +154,10 @@ def peaks(
     )
 
 
-def trained(plan: Plan, spill: Path) -> Run:
+def trained(plan: Plan, spill: Path, others: int | None = None, **options: Any) -> Run:
     """A run, with the bytes of tensors that other tests have left in this process taken off."""
-    others = bytes_of_others()
-    run = train(plan, num_steps=NUM_STEPS, plain=False, spill_directory=spill)
+    others = bytes_of_others() if others is None else others
+    run = train(plan, num_steps=NUM_STEPS, plain=False, spill_directory=spill, **options)
     peak = run.measured_peak_bytes
     assert peak is not None
     return replace(

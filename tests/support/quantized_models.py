@@ -12,8 +12,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from protrain_plan.models.batches import Batch
 from protrain_plan.models.building import seeded
+from protrain_runtime.contract.records.profile import Quantize
 
 VOCABULARY, BATCH, SEQUENCE = 320, 4, 64
+OPTIONS: dict[Quantize, dict[str, Any]] = {
+    "nf4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    },
+    "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+"""Of a BitsAndBytesConfig, by what our option is called."""
 
 
 def llama() -> LlamaForCausalLM:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain_plan.profiling.compiling import compiled_whole
-from protrain_runtime import load, prepare, restore, save
+from protrain_runtime import prepare, restore
 from protrain_runtime.activations.compiled import compile_each
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
@@ -45,8 +45,6 @@ from tests.support.runtime_cases import (
     one_group,
     outcome,
     plan_for,
-    random_states,
-    set_random_states,
     weight_decay_groups,
 )
 from tests.support.scenario import Run, Script
@@ -183,15 +181,17 @@ def under_plan(
     return RanksRun(subject, *made, folder=folder, rank=rank, num_ranks=count)
 
 
+def ended(run: Run, again: Callable[[Path], RanksRun]) -> Callable[[Path], RanksRun]:
+    """Another run, which begins when this one's plan has ended."""
+    model = run.model
+    return lambda folder: (restore(model), again(folder))[1]
+
+
 def played(run: RanksRun, script: Script) -> Outcome:
     """The outcome of a script, with dropout from a state of this rank's."""
     torch.manual_seed(1 + run.rank)
     script(run)
     return run.outcome()
-
-
-def built(loop: Loop) -> nn.Module:
-    return loop.subject.build()
 
 
 def with_norms(run: RanksRun, loop: Loop) -> Outcome:
@@ -259,7 +259,7 @@ def compared_and_resumed(
 
         def half_way(run: Run, step: int, resumes: bool = plan is plans[-1]) -> None:
             if resumes and step == 2:
-                resume(run, partial(again, 7), "files into another plan", folder)
+                scenario.go_on(run, ended(run, lambda _: again(7)), "files", folder)
 
         run = again()
         outcome = played(run, scenario.Loop(num_steps=4, before=half_way))
@@ -305,7 +305,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def several(loop: Loop, units: Sequence[UnitPlan], count: int, **options: Any) -> Plan:
     updates = "after backward" if loop.clips or loop.between else "in backward"
-    plan = plan_for(built(loop), units)
+    plan = plan_for(loop.subject.build(), units)
     own = {"num_devices": count, "updates": updates, "micro_batches": loop.micro_batches}
     if loop.compiled:
         own["workload"] = replace(plan.workload, compile="blocks")
@@ -408,8 +408,9 @@ def script_of(row: Row, folder: Path) -> scenario.Loop:
         run.factor = 1.0 if run.rank in COUNTED[count][step] else 0.0
         if scales and step == OVERFLOWS_AT and run.rank == count - 1:
             run.factor = math.inf
-        if run.folder is not None and step == RESUMED_AT and row["resumed"] != "no":
-            resume(run, partial(planned_row, row, run.rank, folder, seed=1), row["resumed"], folder)
+        if step == RESUMED_AT and row["resumed"] != "no":
+            other = ended(run, partial(planned_row, row, run.rank, seed=1))
+            scenario.go_on(run, other, row["resumed"])
 
     clips = None if row["clipping"] == "none" else CLIP_NORM
     return scenario.Loop(
@@ -419,22 +420,6 @@ def script_of(row: Row, folder: Path) -> scenario.Loop:
         scales=scales,
         before=before,
     )
-
-
-def resume(run: Run, again: Callable[[], RanksRun], how: str, folder: Path) -> None:
-    model, optimizer = run.model, run.optimizer
-    if how == "files into another plan":
-        save(model, optimizer, folder / "checkpoint")
-        restore(model)
-        run.become(again())
-        load(run.model, run.optimizer, folder / "checkpoint")
-        return
-    weights, states, randomness = model.state_dict(), optimizer.state_dict(), random_states()
-    restore(model)
-    run.become(again())
-    run.model.load_state_dict(weights)
-    run.optimizer.load_state_dict(states)
-    set_random_states(randomness)
 
 
 def compared_rows(
@@ -449,14 +434,10 @@ def compared_rows(
         groups = weight_decay_groups
         ddp = in_ddp(of_row(row), rank, int(row["ranks"]), plain, groups=groups, clips_by=run.norms)
         expected = played(ddp, loop)
-        differing = [*differing_of(own, expected), *far(run.norms, ddp.norms)]
-        found[number] = differing, [norm.item() for norm in run.norms]
+        wrong = [*differing(own, expected, 0), *far(run.norms, ddp.norms)]
+        wrong += differences(own.random_states, expected.random_states, "random states")
+        found[number] = wrong, [norm.item() for norm in run.norms]
     return found
-
-
-def differing_of(found: Outcome, expected: Outcome) -> Iterator[str]:
-    for name in ("losses", "parameters", "optimizer", "random_states"):
-        yield from differences(getattr(found, name), getattr(expected, name), name)
 
 
 def far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +50,6 @@ from tests.support.runtime_cases import (
 )
 
 Units = Sequence[UnitPlan]
-Resumed = Literal["files", "states", "plainly"]
 Looking = type[torch.no_grad | torch.inference_mode]
 
 
@@ -330,20 +329,21 @@ def _plain(
     return scenario.played(scenario.start())
 
 
-def go_on(run: Run, into: Scenario, how: Resumed, *, seed: int = 1) -> None:
-    """Train on under another plan, with a model of other weights before; or without a plan."""
+def go_on(run: Run, again: Callable[[Path], Run], how: str, saves: Path | None = None) -> None:
+    """Train on by files or states under another plan, with other weights before; or plainly."""
     if run.folder is None:
         return
-    folder, first, optimizer = run.folder, run.model, run.optimizer
+    model, optimizer = run.model, run.optimizer
     if how == "plainly":
-        restore(run.model)
-    elif how == "files":
-        save(first, optimizer, folder / "checkpoint")
-        run.become(into.start(folder, seed=seed))
-        load(run.model, run.optimizer, folder / "checkpoint")
+        restore(model)
+    elif how.startswith("files"):
+        saved = (saves or run.folder) / "checkpoint"
+        save(model, optimizer, saved)
+        run.become(again(run.folder))
+        load(run.model, run.optimizer, saved)
     else:
-        weights, states, randomness = first.state_dict(), optimizer.state_dict(), random_states()
-        run.become(into.start(folder, seed=seed))
+        weights, states, randomness = model.state_dict(), optimizer.state_dict(), random_states()
+        run.become(again(run.folder))
         run.model.load_state_dict(weights)
         run.optimizer.load_state_dict(states)
         set_random_states(randomness)

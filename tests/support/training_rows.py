@@ -223,7 +223,8 @@ def plan_of_row(
                 gathered = name == "buffer"
                 return Placement(tier=tier, keep_gathered=gathered, update_on_device=on_device)
             case _:
-                return rng.choice(_placements(tier, stepped=stepped))
+                last = [OPTIMIZER_IN_BACKWARD] if stepped else []
+                return rng.choice([PERSISTENT, *offloads(tier), *last])
 
     decided = [
         replace(
@@ -246,11 +247,6 @@ def plan_of_row(
         micro_batches=int(row["micro-batches"]),
     )
     return speculative(plan) if row["updates"] == "ahead of the norm" else plan
-
-
-def _placements(tier: StateTier, *, stepped: bool) -> list[Placement]:
-    placements: list[Placement] = [PERSISTENT, *offloads(tier)]
-    return [*placements, OPTIMIZER_IN_BACKWARD] if stepped else placements
 
 
 def optimizer_of(row: Row) -> Factory:
