@@ -261,24 +261,15 @@ def refusing(rank: int, count: int, misuse: str) -> str:
     return "nothing was raised"
 
 
-class Early(Routed):
-    """Where `early`, the first part reads an expert that the last block alone has read."""
-
-    def forward(self, tokens: Tensor, expert: int, early: bool = False) -> Tensor:
-        hidden: Tensor = self.embed(tokens)
-        if early:
-            hidden = hidden + self.get_parameter("blocks.2.experts.1.bias")
-        for block in self.blocks:
-            hidden = block(hidden, expert)
-        return nn.functional.cross_entropy(self.head(hidden), tokens)
-
-
 def reading_early(rank: int, count: int) -> str:
-    """What is said of a gradient that the rank has after the sum, and the other one before."""
-    early = Early().to(device())
-    model, _ = prepare(early, plan_of(early, count, (PERSISTENT,)), optimizer=ADAMW)
+    """What is said of a gradient that a rank has after the sum, and the other one before."""
+    plain = built()
+    if rank == 1:  # its first part reads what the last block alone has read
+        bias = plain.get_parameter("blocks.2.experts.1.bias")
+        plain.embed.register_forward_hook(lambda *given: given[-1] + bias)
+    model, _ = prepare(plain, plan_of(plain, count, (PERSISTENT,)), optimizer=ADAMW)
     try:
-        model(batch(rank), 1 - rank, early=rank == 1).backward()
+        model(batch(rank), 1 - rank).backward()
     except RuntimeError as error:
         return str(error)
     return "nothing was raised"
