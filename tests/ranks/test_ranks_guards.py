@@ -262,7 +262,7 @@ def refusing(rank: int, count: int, misuse: str) -> str:
 
 
 def reading_early(rank: int, count: int) -> str:
-    """What is said of a gradient that a rank has after the sum, and the other one before."""
+    """A rank reports a gradient that it has after the sum, and the other one before."""
     plain = built()
     if rank == 1:  # its first part reads what the last block alone has read
         bias = plain.get_parameter("blocks.2.experts.1.bias")

@@ -24,7 +24,7 @@ OPTIONS: dict[Quantize, dict[str, Any]] = {
     },
     "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
 }
-"""Of a BitsAndBytesConfig, by what our option is called."""
+"""Options of a BitsAndBytesConfig, by the name of our option."""
 
 
 def llama() -> LlamaForCausalLM:
