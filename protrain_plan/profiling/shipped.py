@@ -14,7 +14,7 @@ from typing import Any
 from protrain_plan.kept import installed
 from protrain_plan.models.presets import preset_names
 from protrain_plan.profiling.estimate_cache import EstimateRequest
-from protrain_plan.profiling.tally import Tally, tally_of_another_day
+from protrain_plan.profiling.tally import Tally, read_tally
 from protrain_runtime.contract.records.json_toml import parsed_json
 
 
@@ -23,7 +23,7 @@ def shipped(question: EstimateRequest) -> Tally | None:
     text = shipped_texts(question.workload.model).get(str(question.workload.seq_len))
     if text is None:
         return None
-    tally = tally_of_another_day(text)
+    tally = read_tally(text)
     return tally if question.is_answered_by(tally.profile) else None
 
 

@@ -190,14 +190,14 @@ def dumps_tally(tally: Tally) -> str:
     return dumped(tally, profile=dumps(tally.profile))
 
 
-def tally_of_another_day(text: str) -> Tally:
+def read_tally(text: str) -> Tally:
     """Read a tally whose seconds may be those of other formulas; RecordError where it is none."""
     return loaded(Tally, text, profile=partial(loads, Profile))
 
 
 def loads_tally(text: str) -> Tally:
-    """Read a tally that was dumped; RecordError where it is none."""
-    tally = tally_of_another_day(text)
+    """Read a tally whose seconds are its own; RecordError where it is none."""
+    tally = read_tally(text)
     with suppress(ArithmeticError, LookupError, ProtrainError, ValueError):
         if tally.on(tally.profile.hardware) == tally.profile:
             return tally
