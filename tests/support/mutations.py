@@ -373,7 +373,7 @@ runtime/protrain_runtime/devices/lanes.py::StreamLane._issue
 - self._stream.wait_event(item.fence)
 + self.name == "collect" or self._stream.wait_event(item.fence)
 @ shards_with_late_compute
-runtime/protrain_runtime/engine/moves.py::Reductions.reduce_scatter
+runtime/protrain_runtime/engine/reductions.py::Reductions.reduce_scatter
 = the buffers of a sum serve compute again while ranks add to them
 - self._sums[number] = total
 + self._sums[number] = _Sum({}, total.parts, total.present, total.counts)
