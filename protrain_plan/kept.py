@@ -5,10 +5,10 @@ libraries that answer it the version and the checksums of the installed files. W
 installed library by hand is not seen, but for one that is installed as editable, or shadowed by
 another folder of the same name: then nothing is kept.
 
-[Note: who is believed] An entry is data: it is read as strictly as any record, and has a checksum
-over its name and its content, so that a damaged or renamed one is made anew. The checksum is no
-secret: anyone who can write to the folder can write answers. So the folder must belong to the user
-alone, outside the working directory and its repository.
+[Note: who is believed] An entry is data: it is read by its types and their limits, and has a
+checksum over its name and its content, so that a damaged or renamed one is made anew. The checksum
+is no secret: anyone who can write to the folder can write answers. So the folder must belong to the
+user alone, outside the working directory and its repository.
 """
 
 import hashlib

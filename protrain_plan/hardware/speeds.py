@@ -68,7 +68,7 @@ _TOKENS, _COMPUTE_WIDTH = 256, 768  # a small model's: a few ms on two cores, so
 
 
 class Stepped(NamedTuple):
-    """How parameters are trained: in which dtype and precision, and by which optimizer."""
+    """Parameters that are stepped on: their dtype and precision, and the optimizer."""
 
     dtype: DType
     optimizer: str = DEFAULT_OPTIMIZER

@@ -69,7 +69,7 @@ _INIT_STD = 0.02
 
 
 class Options(TypedDict, total=False):
-    """How a workload is trained, and who hears of the progress."""
+    """Options of profilers besides the workload."""
 
     optimizer: str
     allow: tuple[str, ...]
