@@ -1,6 +1,7 @@
 """`protrain plan`: the fastest plan for a profile."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -412,8 +413,9 @@ def plan(
         if beside is not None:
             write_profile(question.profile, beside)
         write_plan(answer.solved.plan, target)
-    explanation, asks_for_fastest = fixed.explained(answer), fixed.explain and not given(wanted)
-    best = _best_change(answer, model.no_cache, quiet=as_json) if asks_for_fastest else None
+    explanation = fixed.explained(answer)
+    others = (*given(wanted), *["--time-limit"] * (search.time_limit is not None))
+    best = None if others else _best_change(answer, model.no_cache, quiet=as_json)
     written = tuple(filter(None, (beside, output)))
     _show(answer, explanation, best, written, file, wanted.maximize, as_json=as_json)
     if answer.infeasible is not None:
@@ -485,11 +487,13 @@ def _refuse_in_stages(
 
 
 def _best_change(answer: "Answer", no_cache: bool, *, quiet: bool) -> "Tried | None":
+    """The change that gains most; None after Ctrl-C, for the plan itself is written by then."""
     from protrain_plan.commands.cells import best_change
     from protrain_plan.planning.questions.kept_answers import AnswerCache
 
-    with progress(quiet=quiet) as report:
+    with suppress(KeyboardInterrupt), progress(quiet=quiet) as report:
         return best_change(answer, AnswerCache(off=no_cache), report)
+    return None
 
 
 def _show(

@@ -153,16 +153,16 @@ def test_a_page_of_answers_has_every_way_to_train_and_no_script(tmp_path: Path) 
 
 
 @pytest.mark.nightly
-def test_one_cell_and_an_explained_plan_name_the_change_that_gains_most(tmp_path: Path) -> None:
+def test_one_cell_and_a_plan_name_the_change_that_gains_most(tmp_path: Path) -> None:
     sizes = ("--batch-size", 120, "--seq-len", 256, "--device-memory", "1200MiB")
     asked = ("tiny-llama", "--on", "rtx-4090", *sizes, "--dtype", "float32")
     (cell,) = printed_list(tmp_path, *asked)
     best, speed = cell["best_change"], cell["tokens_per_second"]
     assert best["times_as_fast"] == best["tokens_per_second"] / speed > 1.1
     gained = f"{best['change']}: {speed:,.0f} -> {best['tokens_per_second']:,.0f} tokens/s"
-    said = protrain("plan", *asked, "-o", "here", "--explain", folder=tmp_path).stdout
+    said = protrain("plan", *asked, "-o", "here", folder=tmp_path).stdout
     assert gained in " ".join(said.split())
-    made = protrain("plan", *asked, "-o", "here", "--explain", "--json", folder=tmp_path).stdout
+    made = protrain("plan", *asked, "-o", "here", "--json", folder=tmp_path).stdout
     taken = {"solve_seconds": best["solve_seconds"]}
     assert json.loads(made)["best_change"] | taken == best
 
