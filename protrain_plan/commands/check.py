@@ -9,7 +9,7 @@ import typer
 
 from protrain_plan.commands import output
 from protrain_plan.commands.option_records import flag, option, option_record
-from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, size
+from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, separated, size
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class CheckOptions:
     """Options of a check."""
 
     on: list[str] | None = option(
-        "Check on this machine, a catalogue name or a file, instead of the plans' own and those"
-        " with budgets. Repeat for several."
+        "Check on these machines, separated by commas, instead of the plans' own and those with"
+        " budgets: catalogue names or files."
     )
     budgets: Path | None = option(
         "Limits per machine. Default: budgets.yaml or pyproject.toml here."
@@ -96,7 +96,7 @@ def check(
             prepare=(lambda _: None) if away else lambda found: look.prepare(found, tell),
             budgets=limits.budgets,
             allow=limits.allow,
-            on=[load_hardware(name) for name in options.on or ()],
+            on=[load_hardware(name) for name in separated(options.on)],
             strict=options.strict,
             expect=options.expect,
             progress=tell,

@@ -32,6 +32,7 @@ from protrain_plan.commands.options import (
     refuse,
     refuse_batches,
     refuse_of_factory,
+    separated,
 )
 from protrain_plan.commands.output import destination, print_json, print_rendered, progress
 from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
@@ -53,7 +54,7 @@ ORDERS: "tuple[Order, ...]" = ("time", "cost", "memory")
 class CellOptions:
     """The cells of the grid: sizes and numbers of devices, each with each machine."""
 
-    on: str | None = option(
+    on: list[str] | None = option(
         "Machines, separated by commas: catalogue names or YAML files.",
         autocompletion=machine_names,
     )
@@ -126,11 +127,11 @@ class WantedOptions:
 
         of_on = ["--num-devices"] * (cells.num_devices != "1")
         of_on += ["--price"] * (self.price is not None)
-        refuse(of_on if cells.on is None else (), "it applies to machines of --on")
-        if cells.on is not None and self.among is not None:
+        refuse(() if cells.on else of_on, "it applies to machines of --on")
+        if cells.on and self.among is not None:
             raise ProtrainError("--on and --among both name machines", key="--among")
-        if cells.on is not None:
-            machines = [budgets.machine(name.strip()) for name in cells.on.split(",")]
+        if cells.on:
+            machines = [budgets.machine(name) for name in separated(cells.on)]
             budgets.refuse_host_memory(machines)
             offered = tuple(
                 offer(machine, count, price)
@@ -234,7 +235,7 @@ def fit(
 
     page = answers.report
     if page is not None:
-        page = destination(page, option="--report", inputs=(model, *(asked.on or "").split(",")))
+        page = destination(page, option="--report", inputs=(model, *separated(asked.on)))
     if (file := of_file.read(context, model)) is not None:
         model, options = file.options["model"], file.options
         asked = filled(asked, {name: str(value) for name, value in options.items()})

@@ -117,6 +117,11 @@ def part(option: str, text: str | None, setting: str) -> float:
     return checked(value, hints(StepSettings)[setting], option)
 
 
+def separated(texts: list[str] | None) -> list[str]:
+    """The parts of an option that takes commas and may be repeated."""
+    return [part.strip() for text in texts or () for part in text.split(",")]
+
+
 def integers(option: str, text: str, fix: str | None = None) -> tuple[int, ...]:
     """`1,4,16` as numbers of at least one; ProtrainError, naming the option, for another text."""
     try:

@@ -352,7 +352,7 @@ def test_each_combination_of_values_is_a_row_or_a_cell_of_a_line() -> None:
     assert [(workload.optimizer, workload.lora) for _, workload, _ in rows] == [
         (name, lora) for lora in ("r=8,alpha=16", "r=4") for name in ("adamw", "sgd")
     ]
-    assert grid.filled(CellOptions(on="cpu")).seq_len == "64,128,256"
+    assert grid.filled(CellOptions(on=["cpu"])).seq_len == "64,128,256"
 
 
 @pytest.mark.nightly
