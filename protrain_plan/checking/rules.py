@@ -62,7 +62,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """The rule lacks what it needs."""
+    """A rule that is skipped, since an input is missing."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Machines that can be had, with their prices: `protrain hardware search` looks among them.
+"""Machine offers with their prices, among which `protrain hardware search` chooses.
 
     rtx-4090: 0.35
     h100-sxm: {price_per_hour: 2.5, num_devices: [1, 8, 16]}

@@ -259,7 +259,7 @@ class CellTable:
         self._narrow.add_row(Text("  ").append_text(way), *numbers)
 
     def add_way(self, name: str, numbers: Sequence[str]) -> None:
-        """Add another way to train in the same cell."""
+        """Add an alternative for this row."""
         self._wide.add_row(*[""] * self._num_heads, name, *numbers)
         self._narrow.add_row(f"  {name}", *numbers)
 

@@ -119,7 +119,7 @@ def solved_text(
             said = f"as {published.runs} published runs were beside estimates"
         expected = f"{expected[:-1]} {said})"
     elif profile.method == "estimated":
-        expected = " (no run of this device was compared with its estimate)"
+        expected = " (estimates not validated on this device)"
     head = (
         f"predicted step {format_seconds(prediction.step_seconds)}{expected},"
         f" at most {solved.gap:.2%} above {fastest(plan)}"

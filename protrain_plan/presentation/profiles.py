@@ -315,7 +315,7 @@ def trust(machine: Hardware) -> str:
     """Say how far estimates of its seconds can be trusted."""
     band, published = error_band(machine), machine.published_error
     if band is None:
-        return "no run of this device was compared with its estimate"
+        return "estimates not validated on this device"
     took = f"took {band[0]:.2f} to {band[1]:.2f} times as long"
     if published is None or machine.is_compared:
         return f"measured steps {took}"

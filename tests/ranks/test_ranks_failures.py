@@ -167,7 +167,7 @@ FAILURES: dict[str, tuple[Prepares, str, str]] = {
     "a plan for one": (
         given(plan=lambda model, _: plan_of(model, 1, (PERSISTENT,))),
         "ProtrainError",
-        "settings.group.num_devices: the plan is for 1 device, and 2 run\n"
+        "settings.group.num_devices: the plan needs 1 device; 2 processes are running\n"
         "  fix: plan with --num-devices 2",
     ),
     "a damaged plan": (with_a_damaged_plan, "RecordError", ""),

@@ -547,7 +547,7 @@ class ForwardBackward:
                     self._add_edges(w, static, word, ahead, leaving)
 
     def _ahead(self) -> dict[str, list[tuple[Flow, float]]]:
-        """Flows that come ahead of their slots, with the bytes that each of its own holds.
+        """Prefetch flows, with the device bytes that each byte of them takes.
 
         A rank's shard is read into its place among the others', which are gathered there: the room
         is taken by what has been gathered, or, with as much for each shard, by what will be.

@@ -1,6 +1,6 @@
 """A grid of cells: the same question with other settings, each with its answer.
 
-A setting is more memory, a faster link, another batch, or a machine that can be had. The bytes of a
+A setting is more memory, a faster link, another batch, or another machine. The bytes of a
 profile do not depend on a machine's sizes and links, so that one profile answers for all of these.
 What the planner would find is bounded without planning: by what units compute at least, at once,
 and then by what all lanes do at least within the memory.

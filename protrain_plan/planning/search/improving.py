@@ -192,7 +192,7 @@ def exact_where_free(
 def apart(alone: Evaluator, best: Evaluation, *, slowest_s: float) -> Evaluation | None:
     """`best` with steps that do not overlap, as `alone` has them, if those take up to `slowest_s`.
 
-    A step that has ended when it says so can be looked at, and tells of its own faults.
+    Steps that do not overlap are easier to debug.
     """
     found = alone.best_schedule(best.choice, pace=best.pace._replace(late=0.0))
     return found if found and found.seconds <= slowest_s else None

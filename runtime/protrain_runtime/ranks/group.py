@@ -247,9 +247,10 @@ def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> None:
             fix += ", and call torch.distributed.init_process_group() before prepare()"
     else:
         fix = f"plan with --num-devices {running}"
-    planned = "1 device" if plan.group.num_devices == 1 else f"{plan.group.num_devices} devices"
+    needed = plan.group.num_devices
     raise ProtrainError(
-        f"the plan is for {planned}, and {running} run{'s' if running == 1 else ''}",
+        f"the plan needs {needed} device{'s' * (needed > 1)};"
+        f" {running} process{'es are' if running > 1 else ' is'} running",
         key="settings.group.num_devices",
         fix=fix,
     )
