@@ -36,11 +36,6 @@ class Source:
         self.taken = False  # by a loss beside which there is no other use
         self._versions = self._seen()
 
-    @property
-    def waits(self) -> bool:
-        """Whether the values are not there."""
-        return self.whole is None
-
     def compute(self) -> Tensor:
         """The values of the whole tensor."""
         raise NotImplementedError
@@ -112,7 +107,7 @@ class LateValues(torch.Tensor):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "LateValues | None":
         """Result of a function on this tensor without values; None where it needs them."""
-        if not self.source.waits:
+        if self.source.whole is not None:
             return None
         widens = is_cast(func, args, kwargs)
         if goes_nowhere(func, args, kwargs) or (widens and self.dtype == torch.float32):
@@ -158,7 +153,7 @@ class LateValues(torch.Tensor):
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, LateValues):
-            if first.source.waits and func in _ANSWERS:
+            if first.source.whole is None and func in _ANSWERS:
                 return _ANSWERS[func](first.near)
             if torch.is_grad_enabled():
                 made = first.late(func, args, kwargs)

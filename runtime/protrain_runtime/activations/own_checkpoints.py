@@ -15,7 +15,7 @@ A Hugging Face model has a switch for its checkpoints, which `switch_off_checkpo
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -172,12 +172,6 @@ def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 1) -> Callab
             " a plan: the plan decides which blocks are recomputed",
             stacklevel=stacklevel,
         )
-    handles = [
-        module.register_forward_pre_hook(lambda _, given: tuple(map(_apart, given)))
-        for module in recomputing
-        if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).mro())
-        and getattr(getattr(module, _FUNCTION, None), "keywords", {}).get("use_reentrant")
-    ]
 
     def switch(*, on: bool) -> None:
         for module in recomputing:
@@ -185,10 +179,15 @@ def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 1) -> Callab
         for owner in asking:
             getattr(owner, f"{'enable' if on else 'disable'}_input_require_grads")()
 
-    def switch_on() -> None:
-        for handle in handles:
-            handle.remove()
-        switch(on=True)
-
+    undo = ExitStack()
+    undo.callback(switch, on=True)
+    for module in recomputing:
+        if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).mro()):
+            settings = getattr(getattr(module, _FUNCTION, None), "keywords", {})
+            if settings.get("use_reentrant"):
+                handle = module.register_forward_pre_hook(
+                    lambda _, given: tuple(map(_apart, given))
+                )
+                undo.callback(handle.remove)
     switch(on=False)
-    return switch_on
+    return undo.close

@@ -45,11 +45,10 @@ def lite(forward: Code, module: nn.Module) -> Code:
 
 def mlp(forward: Code, module: nn.Module) -> Code:
     """The executor of the form `mlp`."""
-
-    def to_projection(found: "_Keeping") -> int:
-        return found.num_to_attention + 1 if found.num_to_attention else 0
-
-    return recomputed(forward, module, _keeping_first(to_projection))
+    to_projection = _keeping_first(
+        lambda found: found.num_to_attention + 1 if found.num_to_attention else 0
+    )
+    return recomputed(forward, module, to_projection)
 
 
 def attn(forward: Code, module: nn.Module) -> Code:
@@ -283,12 +282,12 @@ class _Keeping(_Mode):
     def _copy_before_writes(self, written: list[torch.Tensor]) -> None:
         """Protect kept tensors from in-place writes: recomputation writes to the copy."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
-
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
-
         for output in self.outputs:
-            output.result = tree_map_only(torch.Tensor, kept, output.result)
+            output.result = tree_map_only(
+                torch.Tensor,
+                lambda kept: kept.clone() if kept.untyped_storage()._cdata in storages else kept,
+                output.result,
+            )
 
     def kept(self, count: int, *, handed_on: list[torch.Tensor]) -> list[_Output]:
         """The first `count` outputs, given up here; one that the block hands on is copied."""

@@ -172,7 +172,8 @@ def verify(checksums: Mapping[Path, int], read: Sequence[Ranges] = ()) -> None:
         if _checksum_of(path, known) != checksums[path]:
             raise damaged(path, "the file is damaged: its checksum does not match")
 
-    if not _threads_are_free():
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    if any(limit != resource.RLIM_INFINITY for limit in limits):
         for path in checksums:
             check(path)
         return
@@ -217,9 +218,3 @@ def _product(first: int, second: int) -> int:
             found ^= second
         second = second >> 1 ^ (0xEDB88320 if second & 1 else 0)
     return found
-
-
-def _threads_are_free() -> bool:
-    """Whether the stacks of threads count for nothing: the process's data have no limit."""
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
-    return all(limit == resource.RLIM_INFINITY for limit in limits)

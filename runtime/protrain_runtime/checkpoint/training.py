@@ -36,14 +36,14 @@ _UTF_16 = "utf-16-le", "surrogatepass"
 _HALF_CHARACTERS = re.compile("[\ud800-\udfff]")
 
 
-def _code_units(text: str) -> str:
-    return text.encode(*_UTF_16).hex()
-
-
 _DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     # By type: its mark, a list or text that has all of a value, and the value of that.
-    str: ("$text", _code_units, lambda text: bytes.fromhex(text).decode(*_UTF_16)),  # half of one
+    str: (  # with half of a character
+        "$text",
+        lambda text: text.encode(*_UTF_16).hex(),
+        lambda text: bytes.fromhex(text).decode(*_UTF_16),
+    ),
     tuple: ("$tuple", list, tuple),
     torch.Size: ("$size", list, torch.Size),
     set: ("$set", list, set),

@@ -71,15 +71,11 @@ def ranks_here() -> int:
 
 def for_each(room: Room, num_ranks: int) -> Room:
     """The part of each of a machine's ranks; process and device limits stay."""
-
-    def part(num_bytes: int | None) -> int | None:
-        return None if num_bytes is None else num_bytes // num_ranks
-
     return replace(
         room,
-        memory_bytes=part(room.memory_bytes),
+        memory_bytes=room.memory_bytes and room.memory_bytes // num_ranks,
         swap_bytes=room.swap_bytes // num_ranks,
-        disk_bytes=part(room.disk_bytes),
+        disk_bytes=room.disk_bytes and room.disk_bytes // num_ranks,
     )
 
 

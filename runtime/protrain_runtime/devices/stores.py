@@ -311,6 +311,12 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
     return each
 
 
+def do_all(works: Sequence[Callable[[], None]]) -> None:
+    """Do works one after the other."""
+    for work in works:
+        work()
+
+
 class SplitStore(HostStore):
     """Host memory and a disk as one store, whose ranges lie in one of the two.
 
@@ -364,12 +370,7 @@ class SplitStore(HostStore):
             for store, own in self.divided(pairs).items()
             if tier in (None, "disk" if store is self._stores[1] else "host")
         ]
-
-        def each() -> None:
-            for work in works:
-                work()
-
-        return each
+        return partial(do_all, works)
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         store, place = self._places[index := bisect_right(self._starts, offset) - 1]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -99,13 +99,6 @@ class Turns:
         finally:
             if holder is mine:
                 del self._now[None]
-
-    def torn(self, what: str) -> NoReturn:
-        """TurnError: a step has begun while values were read."""
-        raise TurnError(
-            f"another thread trained while {what} was called: some values are of before its step",
-            fix="call it between the steps of the thread that trains",
-        )
 
 
 def in_turn(

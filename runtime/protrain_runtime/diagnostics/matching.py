@@ -290,13 +290,6 @@ def check_stepped(
                 )
 
 
-def refuse_masters(optimizer: PlannedOptimizer) -> None:
-    """ProtrainError where an optimizer cannot step on masters batch by batch, as all plans do."""
-    trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-    if (first := next(trained, None)) is not None:
-        rules_of(optimizer).of(first.dtype, first.shape, parameter=first)
-
-
 def rules_of(optimizer: PlannedOptimizer) -> UpdateRules:
     """The rules of the optimizer with the options of its groups."""
     members = {p: place for place, g in enumerate(optimizer.param_groups) for p in g["params"]}

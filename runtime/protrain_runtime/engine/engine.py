@@ -342,13 +342,6 @@ class Engine:
             self._unseen.remove(chunk)
             chunk.last(lasts=never.isdisjoint(chunk.used_by))
 
-    def _note_held(self, unit: int, released: Sequence[torch.Tensor]) -> None:
-        """Note that the model holds what a slot has released."""
-        held = [each.untyped_storage() for each in released if is_held(each)]
-        self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
-        if held:
-            self._passed_on.add(unit)
-
     def abort(self) -> None:
         """The model raised, on this rank perhaps alone."""
         if self.turns.forked and self.lanes:
@@ -737,7 +730,10 @@ class Engine:
             chunk.refuse_written(forward=slot.forward)
             released = chunk.release(chunk.every_group, looks=True)
             if released:
-                self._note_held(unit, released)
+                held = [each.untyped_storage() for each in released if is_held(each)]
+                self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
+                if held:  # by the model
+                    self._passed_on.add(unit)
                 self._moves.buffers.give_up(released)
             del released
         for number in slot.finish:

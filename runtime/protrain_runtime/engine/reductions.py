@@ -16,7 +16,7 @@ import torch
 from protrain_runtime.contract.program.program import Move, Program, gradient_home
 from protrain_runtime.contract.records.plan import Placement
 from protrain_runtime.devices.lanes import Backend
-from protrain_runtime.devices.stores import DeviceStore, Store
+from protrain_runtime.devices.stores import DeviceStore, Store, copies
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, dense, flat_storage_order
 from protrain_runtime.states.stand_ins import (
@@ -237,9 +237,4 @@ class Reductions:
             shard = self._leaving.pop((move.unit, group), None)
             if shard is not None:
                 writes.append((own.gradient_offset + sharding.gradient_range(group)[0], shard))
-
-        def work() -> None:
-            for offset, shard in writes:
-                store.start_write(offset, shard)
-
-        return work, [shard for _, shard in writes]
+        return copies(store, writes, writes=True), [shard for _, shard in writes]

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.units import format_bytes
+from protrain_runtime.states.chunks import refuse_reading
 from protrain_runtime.states.quantized import carry_scales, name_scales, packed_layers
 from protrain_runtime.states.stand_ins import Elsewhere, come_back, hollow, send_away
 
@@ -245,7 +246,10 @@ def _place(
         values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         return _exchange(parameter, values)
     exchange = _exchange(parameter, hollow(dtype, device, shape))
-    place = Elsewhere(name=name, stride=stride, bring=_refuse, values=partial(_refuse, name))
+    refuse = partial(
+        refuse_reading, why="{!r} has no values yet: prepare() reads them when all is in place"
+    )
+    place = Elsewhere(name=name, stride=stride, bring=refuse, values=partial(refuse, name))
     send_away((parameter, place))
 
     def back() -> None:
@@ -262,10 +266,6 @@ def _exchange(parameter: nn.Parameter, values: torch.Tensor) -> Callable[[], Non
     carry_scales(parameter, made, partial(torch.empty_like, device=values.device))
     swap_tensors(parameter, made)  # `made` is the one on `meta` now
     return partial(swap_tensors, parameter, made)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise RuntimeError(f"{name!r} has no values yet: prepare() reads them when all is in place")
 
 
 def _place_buffers(model: nn.Module, device: torch.device, undo: ExitStack) -> None:

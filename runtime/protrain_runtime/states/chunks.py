@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
@@ -168,13 +168,6 @@ class Cut(NamedTuple):
     unit: int = PIECE_ALIGNMENT
     least: int = 1
     most: int = sys.maxsize
-
-    @staticmethod
-    def of(rule: UpdateRule) -> "Cut":
-        """The optimizer's; none where it cannot cut the parameter."""
-        if rule.reason:
-            return Cut(least=sys.maxsize)
-        return Cut(rule.unit, rule.least, rule.unit if rule.compiled else sys.maxsize)
 
     def before(self, element: int, count: int) -> int:
         """The last place for a cut up to `element`, of a parameter of `count`; 0: none."""
@@ -373,9 +366,13 @@ class Chunk:
         return element
 
     def cut_of(self, part: Slice) -> "Cut":
-        """Where ranges of a parameter may begin."""
+        """Where ranges of a parameter may begin; nowhere if its optimizer cannot cut it."""
         rule = self.rules.get(part.name)
-        return Cut() if rule is None else Cut.of(rule)
+        if rule is None:
+            return Cut()
+        if rule.reason:
+            return Cut(least=sys.maxsize)
+        return Cut(rule.unit, rule.least, rule.unit if rule.compiled else sys.maxsize)
 
     def room(
         self, number: int, empty: Callable[[int], torch.Tensor], *, lent: bool = False
@@ -498,7 +495,8 @@ class Chunk:
             if part.trainable:
                 self.aside[part.name] = part.parameter.data
                 place = self._place(part)
-                place.stride, place.bring = part.parameter.stride(), refuse_early_reading
+                place.stride = part.parameter.stride()
+                place.bring = partial(refuse_reading, why=_READ_EARLY)
                 send_away((part.parameter, place))
 
     def put_back(self) -> None:
@@ -639,25 +637,23 @@ def bring_foreign(chunks: Iterable[Chunk]) -> None:
         parameter.grad = values
 
 
-def refuse_reading(name: str) -> None:
+_READ_AWAY = (
+    "the values of {!r} are not on the device: the plan keeps them below it, or shared among the"
+    " devices, between its uses. Read them inside `with protrain_runtime.full_parameters(model):`,"
+    " and write them with modify=True there. For gradients of some parameters (inputs=,"
+    " torch.autograd.grad) call loss.backward(), with requires_grad_(False) on the others before"
+    " the forward; optimizers besides that of prepare() become groups of it (param_groups=)"
+)
+_READ_EARLY = (
+    "{!r} was read between its backward and optimizer.step(): this plan has updated it in backward."
+    " Read it before backward() or after the step, or plan with --clip: updates then come after"
+    " backward"
+)
+
+
+def refuse_reading(name: str, *, why: str = _READ_AWAY) -> NoReturn:
     """RuntimeError that names the way to a parameter that is away."""
-    raise RuntimeError(
-        f"the values of {name!r} are not on the device: the plan keeps them below it, or shared"
-        " among the devices, between its uses. Read them inside"
-        " `with protrain_runtime.full_parameters(model):`, and write them with modify=True there."
-        " For gradients of some parameters (inputs=, torch.autograd.grad) call loss.backward(),"
-        " with requires_grad_(False) on the others before the forward; optimizers besides that of"
-        " prepare() become groups of it (param_groups=)"
-    )
-
-
-def refuse_early_reading(name: str) -> None:
-    """RuntimeError of a parameter that is updated already, before its step has ended."""
-    raise RuntimeError(
-        f"{name!r} was read between its backward and optimizer.step(): this plan has updated it in"
-        " backward. Read it before backward() or after the step, or plan with --clip: updates then"
-        " come after backward"
-    )
+    raise RuntimeError(why.format(name))
 
 
 def read_values(

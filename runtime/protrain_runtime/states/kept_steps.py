@@ -170,13 +170,6 @@ class Range:
         if not self.kernels:
             self.worker.step()
 
-    def take_kernels(self) -> None:
-        """Step by kernels from now on, where these do all that the optimizer does."""
-        groups = self.worker.param_groups
-        if known(type(self.worker)).is_kernel and all(map(FusedAdam.takes, groups)):
-            states = self.worker.state
-            self.kernels = [FusedAdam(each["params"], states) for each in groups]
-
     def states(self) -> list[dict[str, Any]]:
         """Return the optimizer's states, by shadow."""
         return [self.worker.state[shadow.parameter] for shadow in self.shadows]
@@ -226,8 +219,10 @@ class KeptRanges:
             stored = waiting[name] if waits.get(name) else None
             place = (None, 0) if stored is None else (stored.store, stored.offset)
             self._sources.append(_Source(part, base, waits.get(name) is False, *place))
-        for each in ranges:
-            each.take_kernels()
+        for each in ranges:  # by kernels, where these do all that the optimizer does
+            groups, states = each.worker.param_groups, each.worker.state
+            if known(type(each.worker)).is_kernel and all(map(FusedAdam.takes, groups)):
+                each.kernels = [FusedAdam(group["params"], states) for group in groups]
         self._end()
 
     def begin(
