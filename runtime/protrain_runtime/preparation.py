@@ -492,16 +492,14 @@ def _attach(
         step_on=optimizer.step_on,
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
-    lanes = tuple(engine.lanes.values())
-
-    def shut() -> None:
-        for lane in lanes:
-            lane.close()
-        stores.close()
 
     # A model that is dropped without `restore` frees its threads and files all the same. What does
     # it refers neither to the model nor to its engine.
-    last_resort = weakref.finalize(model, only_here(partial(off_workers, shut)))
+    shut = ExitStack()
+    shut.callback(stores.close)  # last
+    for lane in reversed(engine.lanes.values()):
+        shut.callback(lane.close)
+    last_resort = weakref.finalize(model, only_here(partial(off_workers, shut.close)))
     undo.append(last_resort.detach)
     undo.append(engine.close)
     for unit, module in zip(plan.units, modules, strict=True):

@@ -99,7 +99,22 @@ class CompiledBlock:
         try:
             return self._code(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise _cannot_be_compiled(self.name, error) from error
+            # With the innermost line that is not PyTorch's own.
+            library = f"{Path(torch.__file__).parent}{os.sep}"
+            real_stack = getattr(error, "real_stack", None) or ()
+            stack = [(frame.filename, frame.lineno) for frame in real_stack]
+            outside = [place for place in stack if not place[0].startswith(library)] or stack
+            source, line = outside[-1] if outside else (None, None)
+            if source is not None and Path(source).is_relative_to(Path.cwd()):
+                source = os.path.relpath(source)
+            said = str(error).strip().partition("\n\n")[0]
+            why = " ".join(text.strip() for text in said.splitlines()[:2])
+            raise ProtrainError(
+                f"the block {self.name} cannot be compiled as one graph: {why}",
+                source=source,
+                line=line,
+                fix="change that line, or profile without --compile and plan again",
+            ) from error
         except RuntimeError as error:
             if _NOTHING_COMPILED not in str(error):
                 raise
@@ -155,24 +170,6 @@ def backends_for_copy(model: nn.Module) -> dict[str, str]:
                 fix="leave compiling to prepare: it compiles the blocks where the plan says so",
             )
     return found
-
-
-def _cannot_be_compiled(name: str, error: Exception) -> ProtrainError:
-    """The refusal, with the innermost line that is not PyTorch's own."""
-    library = f"{Path(torch.__file__).parent}{os.sep}"
-    stack = [(frame.filename, frame.lineno) for frame in getattr(error, "real_stack", None) or ()]
-    outside = [place for place in stack if not place[0].startswith(library)] or stack
-    source, line = outside[-1] if outside else (None, None)
-    if source is not None and Path(source).is_relative_to(Path.cwd()):
-        source = os.path.relpath(source)
-    said = str(error).strip().partition("\n\n")[0]
-    why = " ".join(text.strip() for text in said.splitlines()[:2])
-    return ProtrainError(
-        f"the block {name} cannot be compiled as one graph: {why}",
-        source=source,
-        line=line,
-        fix="change that line, or profile without --compile and plan again",
-    )
 
 
 def is_compiled(block: nn.Module) -> bool:

@@ -52,7 +52,13 @@ class Source:
         with torch.enable_grad():
             whole = self.compute()
         result = use(whole)
-        if is_told(result) and not whole._version:
+        # Of values alone, in no graph, it is a number: no hook, say, and nothing by a name.
+        leaves = [] if result is None else leaves_in(result)
+        told = bool(leaves) and all(
+            not leaf.requires_grad if isinstance(leaf, Tensor) else is_value(leaf)
+            for leaf in leaves
+        )
+        if told and not whole._version:
             return result
         if self.taken:
             raise UsedTwiceError(
@@ -207,14 +213,6 @@ def is_cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
         return False
     given = [*args[1:], kwargs.get("dtype")] if kwargs else args[1:]
     return len(given) == len(kwargs) + len(args) - 1 == 1 and given[0] is torch.float32
-
-
-def is_told(result: object) -> bool:
-    """Whether a result is of values alone, in no graph: no hook, say, and nothing by a name."""
-    leaves = [] if result is None else leaves_in(result)
-    return bool(leaves) and all(
-        not leaf.requires_grad if isinstance(leaf, Tensor) else is_value(leaf) for leaf in leaves
-    )
 
 
 _GEOMETRY = frozenset(

@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -65,14 +64,6 @@ def replaced(decides: Decides) -> Iterator[None]:
 def inside() -> tuple[bool, ...]:
     """The replaced functions that run here, outermost first: whether each is reentrant."""
     return _HERE.inside
-
-
-def module_of(function: object) -> nn.Module | None:
-    """The module that a function is of: it is one, or its method, perhaps with arguments bound."""
-    while isinstance(function, partial):
-        function = function.func
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, nn.Module) else None
 
 
 def _is_replaced(function: object) -> bool:

@@ -146,13 +146,6 @@ class _Cast(Source):
         assert given is not None
         return given.to(torch.float32)
 
-    def take(self) -> None:
-        """Hand the 16-bit values to a loss in place."""
-        self.check()
-        if self.taken:
-            self.used(torch.clone)  # refuses
-        self.taken = True
-
 
 class _Product(Source):
     """A linear layer's inputs [..., h], weights [v, h], biases [v]; `near`: rows of inputs."""
@@ -287,8 +280,11 @@ def _cross_entropy(call: _LossCall, num_tiles: int | None) -> Tensor:
         or not logits.is_contiguous()
     ):
         return call.plainly()
-    if isinstance(source, _Cast):
-        source.take()
+    if isinstance(source, _Cast):  # which hands the 16-bit values to a loss in place
+        source.check()
+        if source.taken:
+            source.used(torch.clone)  # refuses
+        source.taken = True
     in_place = dtype, _REDUCTIONS[call.reduction], call.ignore_index
     loss = _LossInPlace.apply(logits, call.target, *in_place)  # type: ignore[no-untyped-call]
     return loss

@@ -136,7 +136,8 @@ class _Run:
             return tensor
 
         try:
-            with saved_tensors_hooks(fill, _as_it_is), torch.enable_grad(), ExitStack() as stack:
+            hooks = saved_tensors_hooks(fill, lambda tensor: tensor)
+            with hooks, torch.enable_grad(), ExitStack() as stack:
                 stack.enter_context(self._as_then())
                 stack.enter_context(self._context)
                 self._call(*inputs)
@@ -173,10 +174,6 @@ class _Run:
 
 RAN: list[ref[_Run]] = []
 """Runs that backward has asked for again in this unit."""
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _casts(kinds: Any) -> list[tuple[str, bool, torch.dtype, bool]]:

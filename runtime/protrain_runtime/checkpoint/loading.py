@@ -1,8 +1,7 @@
 """`load`: go on from a checkpoint, in place, under any plan or plainly, on any number of ranks."""
 
 import random
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
 from protrain_runtime.model.optimizer_state import PlannedStates
 from protrain_runtime.model.prepared import Prepared, offloaded_parameters, together, turns_of
-from protrain_runtime.states.compositions import (
-    Composition,
-    is_composition,
-    put_together,
-    taken_apart,
-)
+from protrain_runtime.states.compositions import MARK, Composition, put_together, taken_apart
 from protrain_runtime.states.values import Held, Value, stored_states
 
 _NUM_NAMED = 3  # parameters that an error names
@@ -73,9 +67,15 @@ def load(
             _try_random(random_states or {}, directory)
         saved.verify(kinds, ranks)
         sums = Sums(saved.rows)
-        with _in_part():
+        try:
             fill_values(targets, sums)
             saved.verify(kinds, ranks, sums)
+        except ProtrainError as error:  # whatever is wrong with files comes too late
+            raise ProtrainError(
+                f"{error.message}: the model is loaded in part",
+                source=error.source,
+                fix="load another checkpoint, as a whole",
+            ) from None
         for name, module in with_extra_state(model):
             if name in training.modules:
                 module.set_extra_state(training.modules[name])
@@ -90,19 +90,6 @@ def load(
             copy, its_optimizer = plain
             load(copy, None if optimizer is None else its_optimizer, directory)
         return training.extra
-
-
-@contextmanager
-def _in_part() -> Iterator[None]:
-    """Around what changes the model: whatever is wrong with files comes too late."""
-    try:
-        yield
-    except ProtrainError as error:
-        raise ProtrainError(
-            f"{error.message}: the model is loaded in part",
-            source=error.source,
-            fix="load another checkpoint, as a whole",
-        ) from None
 
 
 def read_extra(directory: Path | str) -> dict[str, Any]:
@@ -326,7 +313,7 @@ class _Resumed:
             k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in gone
         }
         try:
-            for key in (key for key in state if is_composition(key)):
+            for key in (key for key in state if key.endswith(MARK)):
                 state[key] = Composition.read(state[key])
             whole = put_together({**state, **parts}, parameter.shape)
         except Exception as error:  # the checkpoint's own words, which a class of a package reads

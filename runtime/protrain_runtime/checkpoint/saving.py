@@ -265,14 +265,16 @@ def _write(
     prefix = f"rank-{ranks.rank}-" if ranks else ""
     with ranks.writing() if ranks else nullcontext(), ExitStack() as stack:
 
-        def begin() -> str:
-            return stack.enter_context(next_save(directory)).name if first else ""
-
         def commit_all() -> None:
             if first:
                 commit(folder, _content(folder.name, written, training))
 
-        folder = directory / on_each(ranks, begin, directory)[0]
+        names = on_each(
+            ranks,
+            lambda: stack.enter_context(next_save(directory)).name if first else "",
+            directory,
+        )
+        folder = directory / names[0]
         written = on_each(ranks, lambda: _files(folder, prefix, values, shard_bytes), directory)
         on_each(ranks, commit_all, directory)
 

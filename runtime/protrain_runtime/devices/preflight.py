@@ -162,6 +162,12 @@ def room_here(device: torch.device, directory: Path) -> Room:
         disk = os.statvfs(directory) if directory.is_dir() else None
     except OSError:  # the store says what is wrong there
         disk = None
+    mounts: dict[str, str] = {}  # types of file systems; the last mount at a place is seen
+    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+        fields, _, kind = line.partition(" - ")
+        mounts[fields.split()[4]] = kind.split()[0]
+    path = directory.resolve()
+    around = [mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts]
     return Room(
         memory_bytes=memory,
         swap_bytes=swap,
@@ -170,7 +176,7 @@ def room_here(device: torch.device, directory: Path) -> Room:
         device_bytes=free,
         disk_bytes=disk.f_bavail * disk.f_frsize if disk else None,
         file_limit=file_limit,
-        disk_is_memory=_file_system(directory.resolve()) == "tmpfs",
+        disk_is_memory=around[:1] == ["tmpfs"],
     )
 
 
@@ -205,15 +211,6 @@ def _memory_and_swap() -> tuple[int, int]:
     except (OSError, ValueError, KeyError):  # no group, no limit ("max"), or an older kernel
         return memory, swap
     return min(memory, left), 0 if left < memory else swap
-
-
-def _file_system(directory: Path) -> str:
-    """The type of the file system that a directory lies in."""
-    mounts: dict[str, str] = {}  # the last mount at a place is the one that is seen
-    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
-        fields, _, kind = line.partition(" - ")
-        mounts[fields.split()[4]] = kind.split()[0]
-    return next((mounts[str(p)] for p in (directory, *directory.parents) if str(p) in mounts), "")
 
 
 def warn_of_slow_disk(plan: Plan, directory: Path) -> None:

@@ -303,12 +303,7 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
         filled, taken = (inside, beside) if writes else (beside, inside)
         return partial(torch._foreach_copy_, filled, taken, non_blocking=True)
     start = store.start_write if writes else store.start_read
-
-    def each() -> None:
-        for offset, tensor in pairs:
-            start(offset, tensor)
-
-    return each
+    return partial(do_all, [partial(start, *pair) for pair in pairs])
 
 
 def do_all(works: Sequence[Callable[[], None]]) -> None:

@@ -160,7 +160,17 @@ class Boundaries:
         # Backward may still come through the last forward: what is evaluated leaves that alone.
         awaits_backward = self._training and not self._backward_began and self.graph_lives
         if awaits_backward and not torch.is_grad_enabled():
-            return self._run_between(call)
+            self._training = False
+            try:
+                self._listener.begin_between()
+                result = self._run_forward(call)
+                self._listener.end_forward()
+            except BaseException:
+                self._step += 1  # the forward that waits is given up as well
+                self._listener.abort()
+                raise
+            self._training = True
+            return result
         self._step += 1
         self._backward_began = False
         self._training = torch.is_grad_enabled()
@@ -194,26 +204,15 @@ class Boundaries:
         """Whether a block may begin in a checkpoint's function: in a block none does."""
         if self._in_block or self._unit == len(self._units) - 1:
             return False
-        module = own_checkpoints.module_of(function)
-        return module is None or not self._blocks.isdisjoint(module.modules())
+        while isinstance(function, partial):
+            function = function.func
+        module = getattr(function, "__self__", function)  # it is one, or its method
+        return not isinstance(module, nn.Module) or not self._blocks.isdisjoint(module.modules())
 
     @property
     def graph_lives(self) -> bool:
         """Whether anybody holds the graph of the last training forward."""
         return self._graph is not None and self._graph() is not None
-
-    def _run_between(self, call: Callable[[], object]) -> object:
-        self._training = False
-        try:
-            self._listener.begin_between()
-            result = self._run_forward(call)
-            self._listener.end_forward()
-        except BaseException:
-            self._step += 1  # the forward that waits is given up as well
-            self._listener.abort()
-            raise
-        self._training = True
-        return result
 
     @property
     def running(self) -> bool:

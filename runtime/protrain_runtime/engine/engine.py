@@ -314,22 +314,19 @@ class Engine:
             with plainly():
                 for chunk in self.consuming:
                     chunk.show_consumed()
-                    self._look_at_gradients(chunk)
+                    for part in chunk.slices:
+                        gradient = part.parameter.grad
+                        if isinstance(gradient, ConsumedGradient):
+                            self._shown.append(part)
+                        elif gradient is not None and self._state.updated:
+                            self._state.phase = Phase.TORN
+                            raise RuntimeError(
+                                f"a gradient of {part.name!r} came after the plan had updated it:"
+                                " it was used outside of the units that read it when the model was"
+                                " profiled. Profile the model as it runs now, and go on from a"
+                                " checkpoint"
+                            )
             self._observe("backward ended")
-
-    def _look_at_gradients(self, chunk: Chunk) -> None:
-        """Note whose gradients were taken; RuntimeError where one came after its update."""
-        for part in chunk.slices:
-            gradient = part.parameter.grad
-            if isinstance(gradient, ConsumedGradient):
-                self._shown.append(part)
-            elif gradient is not None and self._state.updated:
-                self._state.phase = Phase.TORN
-                raise RuntimeError(
-                    f"a gradient of {part.name!r} came after the plan had updated it: it was used"
-                    " outside of the units that read it when the model was profiled. Profile the"
-                    " model as it runs now, and go on from a checkpoint"
-                )
 
     def _let_last(self) -> None:
         """Keep buffers of chunks that a step has shown to be used in their slots alone."""

@@ -446,7 +446,7 @@ class Moves:
         sharding, own = chunk.sharding, chunk.own
         assert sharding is not None
         ranks = sharding.ranks
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        gathers: list[Work] = []
         for number in groups:
             if (buffer := chunk.buffers.get(number)) is None:
                 buffer = chunk.room(number, self.buffers.new, lent=lent)
@@ -455,13 +455,9 @@ class Moves:
                 if isinstance(own.store, DeviceStore):
                     place = own.current.offset + own.groups[number].offset + region.own
                     mine = own.store.view(place, region.shard)
-                pairs.append((region.whole(buffer, ranks.num_shards), mine))
-
-        def work() -> None:
-            for whole, mine in pairs:
-                ranks.all_gather(whole, mine)
-
-        return work
+                whole = region.whole(buffer, ranks.num_shards)
+                gathers.append(partial(ranks.all_gather, whole, mine))
+        return partial(do_all, gathers)
 
     def update_shard(self, chunk: Chunk) -> None:
         """The optimizer's step on a shard on the device, by the thread that computes."""

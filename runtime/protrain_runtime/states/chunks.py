@@ -223,7 +223,11 @@ class Chunk:
     groups: tuple[Group, ...]
     used_by: tuple[int, ...]
     slices: tuple[Slice, ...] = field(init=False)  # those of the groups
+    parameters: list[nn.Parameter] = field(init=False)
+    every_group: range = field(init=False)
     group_bytes: tuple[int, ...] = field(init=False)
+    parameter_bytes: int = field(init=False)  # with the padding between parameters
+    gradient_bytes: int = field(init=False)
     store: Store | None = None
     current: Copy = field(default_factory=Copy)
     spare: Copy | None = None
@@ -270,7 +274,11 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.slices = tuple(part for group in self.groups for part in group.slices)
+        self.parameters = [part.parameter for part in self.slices]
+        self.every_group = range(len(self.groups))
         self.group_bytes = tuple(group.num_bytes for group in self.groups)
+        self.parameter_bytes = sum(self.group_bytes)
+        self.gradient_bytes = sum(group.gradient_bytes for group in self.groups)
 
     @property
     def own(self) -> "Chunk":
@@ -290,28 +298,11 @@ class Chunk:
         self.speculated = None
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [part.parameter for part in self.slices]
-
-    @property
     def num_trainable(self) -> int:
         """Trainable elements; of a shared chunk, with the padding between them."""
         if self.element_bytes:
             return self.gradient_bytes // self.element_bytes
         return sum(part.numel for part in self.slices if part.trainable)
-
-    @property
-    def parameter_bytes(self) -> int:
-        """With the padding between parameters."""
-        return sum(group.num_bytes for group in self.groups)
-
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(group.gradient_bytes for group in self.groups)
-
-    @property
-    def every_group(self) -> range:
-        return range(len(self.groups))
 
     def size(self, rules: UpdateRules) -> ChunkSize:
         """The sizes from which a program is compiled."""

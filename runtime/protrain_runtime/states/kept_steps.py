@@ -82,7 +82,7 @@ class FusedAdam:
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take this step's options, gradients and counters."""
         self._options = options
-        self._gradients: Any = [parameter.grad for parameter in self._parameters]
+        self.gradients: Any = [parameter.grad for parameter in self._parameters]
         self._counters = [state["step"] for state in self._states]
 
     def step(self) -> None:
@@ -95,7 +95,7 @@ class FusedAdam:
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         kernel(
             self._values,
-            self._gradients,
+            self.gradients,
             firsts,
             seconds,
             largest,
@@ -108,10 +108,6 @@ class FusedAdam:
             eps=options["eps"],
             maximize=options["maximize"],
         )
-
-    def end(self) -> None:
-        """Hold no gradients: they are others in the next step."""
-        self._gradients = []
 
     @staticmethod
     def takes(options: Mapping[str, Any]) -> bool:
@@ -297,4 +293,4 @@ class KeptRanges:
                 if not shadow.waits:
                     shadow.parameter.grad = None
             for kernel in each.kernels:
-                kernel.end()
+                kernel.gradients = []

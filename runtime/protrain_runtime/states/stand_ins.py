@@ -24,7 +24,7 @@ from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map
 
 from protrain_runtime.devices.lanes import num_holders
-from protrain_runtime.devices.stores import HostStore, Store
+from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.quantized import carry_scales
 
 plainly = torch._C.DisableTorchFunctionSubclass
@@ -161,12 +161,6 @@ class GradientInStore:
         if self.pinned:
             return True
         return lent is not None and num_holders(lent.untyped_storage()) > 1 + lent._is_view()
-
-    def in_host(self, low: int, high: int) -> torch.Tensor:
-        """A range of the elements where they lie in host memory.  # dtype [high - low]"""
-        assert isinstance(self.store, HostStore)
-        size = self.dtype.itemsize
-        return self.store.view(self.offset + low * size, (high - low) * size).view(self.dtype)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the gradient by a scalar, later."""
