@@ -116,7 +116,10 @@ class LateValues(torch.Tensor):
         if self.source.whole is not None:
             return None
         widens = is_cast(func, args, kwargs)
-        if goes_nowhere(func, args, kwargs) or (widens and self.dtype == torch.float32):
+        if widens and self.dtype == torch.float32:
+            return self
+        moves = func is Tensor.to and not kwargs and len(args) == 2  # `.to(labels.device)`
+        if moves and isinstance(args[1], torch.device) and args[1] == self.device:
             return self
         before, change = self.place, partial(_applied, func, args[1:], kwargs)
         near, shape, dtype, maps = self.near, self.shape, self.dtype, self.maps
@@ -247,13 +250,6 @@ VIEWS = frozenset(
         Tensor.unsqueeze,
     ]
 )
-
-
-def goes_nowhere(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function sends a tensor to where it is: `.to(labels.device)`."""
-    if func is not Tensor.to or kwargs or len(args) != 2:
-        return False
-    return isinstance(args[1], torch.device) and args[1] == args[0].device
 
 
 def is_view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from protrain_runtime.checkpoint.saving import (
     settled,
     with_extra_state,
 )
-from protrain_runtime.checkpoint.training import SavedOptimizer, Training, read_training
+from protrain_runtime.checkpoint.training import SavedOptimizer, read_training
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
@@ -63,7 +63,10 @@ def load(
             kinds.append("optimizer")
             resumed = _Resumed(model, optimizer, prepared, saved, training.optimizer)
             targets += resumed.targets
-            random_states = _random_states(training, ranks.rank if ranks else 0)
+            # One device's are for all; a rank that was not there has none.
+            states = training.random or []
+            own_number = ranks.rank if ranks and len(states) != 1 else 0
+            random_states = dict(enumerate(states)).get(own_number)
             _try_random(random_states or {}, directory)
         saved.verify(kinds, ranks)
         sums = Sums(saved.rows)
@@ -97,12 +100,6 @@ def read_extra(directory: Path | str) -> dict[str, Any]:
     return read_training(Saved(Path(directory))).extra
 
 
-def _random_states(training: Training, rank: int) -> dict[str, Any] | None:
-    """Return the states for a rank; None for one that was not there. One device's are for all."""
-    states = training.random or []
-    return states[0] if len(states) == 1 else dict(enumerate(states)).get(rank)
-
-
 def matched(
     model: nn.Module,
     saved: Saved,
@@ -125,11 +122,14 @@ def matched(
     in_order = sorted(entries, key=lambda name: order.get(name, -1))
     found = {aliases.get(name, name): entries[name] for name in in_order}
     pairs = [(name, found[name], own[name]) for name in own if name in found]
-    others = [
-        f"{name} ({_described(theirs)} in the checkpoint, {_described(ours)} in the model)"
-        for name, theirs, ours in pairs
-        if not _are_alike(theirs, ours, cast=cast)
-    ]
+    others: list[str] = []
+    for name, theirs, ours in pairs:
+        fits = theirs.dtype == ours.dtype
+        if cast and theirs.dtype.is_floating_point and ours.dtype.is_floating_point:
+            fits = True
+        if not fits or theirs.shape != ours.shape:
+            there, here = _described(theirs), _described(ours)
+            others.append(f"{name} ({there} in the checkpoint, {here} in the model)")
     problems = (
         ("missing from the checkpoint", [n for n in own if n not in found and n not in kept]),
         ("missing from the model", [name for name in found if name not in own]),
@@ -149,11 +149,6 @@ def matched(
 def base_name(name: str) -> str:
     """The name in the model below PEFT's adapters of a tensor that has that name with them."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
-def _are_alike(theirs: Entry, ours: Value, *, cast: bool) -> bool:
-    floating = theirs.dtype.is_floating_point and ours.dtype.is_floating_point
-    return theirs.shape == ours.shape and (theirs.dtype == ours.dtype or (cast and floating))
 
 
 def _described(tensor: Entry | Value) -> str:

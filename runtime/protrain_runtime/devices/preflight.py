@@ -118,14 +118,15 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
         )
 
 
-def check_free(num_bytes: int, device: torch.device, what: str) -> None:
-    """NoRoomError where less than `num_bytes` are free on the device, beside what is there now."""
+def check_free(num_bytes: int, device: torch.device) -> None:
+    """NoRoomError where parameters of `num_bytes` have no room beside what the device has now."""
     room = room_here(device, Path.cwd())
     on_host = devices.on_host(device)
     left = _free_on_host(room, room.swap_bytes) if on_host else room.device_bytes
     if left is not None and num_bytes > left:
         raise NoRoomError(
-            f"{what} take {format_bytes(num_bytes)}, and {format_bytes(max(left, 0))} are free",
+            f"the parameters take {format_bytes(num_bytes)}, and {format_bytes(max(left, 0))} are"
+            " free",
             missing_bytes=num_bytes - left,
             fix="take them unit by unit: units=[...]",
         )

@@ -101,6 +101,7 @@ class Boundaries:
         self._model = model
         self._blocks = frozenset(module for module in self._units if module is not None)
         self._names, self._turns = tuple(names), turns
+        self._words = [*map(repr, names)] or [f"unit {index}" for index in range(len(units))]
         self._thread = 0  # that runs the forward
         self._undo = ExitStack()
         self._step = 0  # counts forwards, so that hooks know an abandoned graph
@@ -242,7 +243,7 @@ class Boundaries:
         def before(_: nn.Module, *given: object) -> None:  # arguments: positional, and by name
             if self._unit < 0 and self._training and in_backward():
                 raise RuntimeError(
-                    f"{self._name(index)} was called in backward, as code that recomputes it does:"
+                    f"{self._words[index]} was called in backward, as code that recomputes it does:"
                     " a plan says itself what is recomputed, in place of"
                     " torch.utils.checkpoint.checkpoint, but of no other function. Call the block"
                     " without it"
@@ -252,7 +253,7 @@ class Boundaries:
             here = threading.get_ident() == self._thread
             if self._turns is not None and not here and not in_backward():
                 raise TurnError(
-                    f"{self._name(index)} was called in thread '{threading.current_thread().name}'"
+                    f"{self._words[index]} was called in thread '{threading.current_thread().name}'"
                     " while the model's forward runs in another: a model under a plan is used by"
                     " one thread at a time",
                     fix="call blocks where the model is called, and the model in one thread",
@@ -262,9 +263,9 @@ class Boundaries:
                 own_checkpoints.refuse_around(self._model, module)
             if self._training and index <= self._unit:
                 again = index == self._unit
-                what = "a second time" if again else f"after {self._name(self._unit)}"
+                what = "a second time" if again else f"after {self._words[self._unit]}"
                 raise RuntimeError(
-                    f"{self._name(index)} was called {what} in one forward, and the plan was made"
+                    f"{self._words[index]} was called {what} in one forward, and the plan was made"
                     " for blocks that run once, in the profiled order: they may be skipped, not"
                     " repeated or moved. Profile the model as it runs now"
                 )
@@ -286,9 +287,6 @@ class Boundaries:
                 self._listener.enter(index + 1, ())
 
         self._undo.callback(watch_calls(module, before, after))
-
-    def _name(self, index: int) -> str:
-        return repr(self._names[index]) if self._names else f"unit {index}"
 
     def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> Callable[..., None]:
         """Enter `slot` at the first complete gradient; returns what the graph holds."""

@@ -162,7 +162,7 @@ class Engine:
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
 
     def begin(self, *, training: bool) -> None:
-        self._at_home("the model was called", self.lanes if training else self._offloaded)
+        self.turns.at_home("the model was called", self.lanes if training else self._offloaded)
         if self.recorder is not None or not training:
             self.end_updates()
         if training:
@@ -215,7 +215,7 @@ class Engine:
 
     def begin_between(self) -> None:
         """The model is evaluated, perhaps while its last forward waits for its backward."""
-        self._at_home("the model was evaluated", self._offloaded)
+        self.turns.at_home("the model was evaluated", self._offloaded)
         self.end_updates()
         self._evaluation = self._evaluated(self._offloaded)
         self._enter(0, ())
@@ -231,7 +231,7 @@ class Engine:
     def _enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         evaluating = self._state.phase is Phase.EVALUATING
         if not evaluating:
-            self._at_home("backward ran", self.lanes)
+            self.turns.at_home("backward ran", self.lanes)
         if self._evaluation is not None:
             if evaluating:
                 self._state.evaluate(slot)
@@ -449,14 +449,9 @@ class Engine:
                         return False
         return True
 
-    def _at_home(self, what: str, needed: Collection[object]) -> None:
-        """TurnError, saying `what`, in a forked process, where that needs what only one has."""
-        if needed:
-            self.turns.at_home(what)
-
     def settle(self, what: str, *, outside: bool = False) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not."""
-        self._at_home(what, self._offloaded)
+        self.turns.at_home(what, self._offloaded)
         self.turns.check(what)
         if self._modified or outside:
             self.outside(what)
@@ -481,7 +476,7 @@ class Engine:
 
     def check_step(self) -> None:
         """RuntimeError where `optimizer.step()` does not belong."""
-        self._at_home("optimizer.step() was called", self._offloaded)
+        self.turns.at_home("optimizer.step() was called", self._offloaded)
         self.outside("optimizer.step() was called")
         state = self._state
         if state.phase in (Phase.STEPPING, Phase.TORN):
