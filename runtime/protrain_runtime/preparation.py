@@ -1,6 +1,7 @@
 """`prepare`: make a model follow a plan, in place, and give it back."""
 
 import hashlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -36,11 +37,11 @@ from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Plan, UnitPlan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import (
+    SWITCH_INTERVAL_S,
     WAIT_LIMIT_S,
     Backend,
     off_workers,
     only_here,
-    quick_turns,
 )
 from protrain_runtime.devices.preflight import (
     check_room,
@@ -64,7 +65,6 @@ from protrain_runtime.diagnostics.matching import (
     keeps_everything,
     model_fingerprint,
     refuse_larger_batches,
-    refuse_masters,
     rules_of,
 )
 from protrain_runtime.diagnostics.recording import Watch
@@ -230,7 +230,10 @@ def _facade(
     factory = with_master_weights(in_turn(make)) if master else in_turn(make)
     facade = PlannedOptimizer(factory, model, param_groups)
     if master:
-        refuse_masters(facade)
+        # An optimizer that cannot step on masters batch by batch, as all plans do, is refused.
+        trained = (p for g in facade.param_groups for p in g["params"] if p.requires_grad)
+        if (first := next(trained, None)) is not None:
+            rules_of(facade).of(first.dtype, first.shape, parameter=first)
     check_states(plan, facade)
     return facade
 
@@ -439,7 +442,9 @@ def _attach(
     """
     plan, undo, ranks, optimizer = prepared.plan, prepared.undo, prepared.ranks, prepared.optimizer
     if not backend.on_host:
-        undo.append(quick_turns())
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual, SWITCH_INTERVAL_S))
+        undo.append(partial(sys.setswitchinterval, usual))
     settings, kind = plan.settings, backend.device.type
     chunks = make_chunks(model, plan.units, ranks, alignment=devices.alignment(backend.device))
     rules = rules_of(optimizer)
@@ -487,16 +492,14 @@ def _attach(
         step_on=optimizer.step_on,
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
-    lanes = tuple(engine.lanes.values())
-
-    def shut() -> None:
-        for lane in lanes:
-            lane.close()
-        stores.close()
 
     # A model that is dropped without `restore` frees its threads and files all the same. What does
     # it refers neither to the model nor to its engine.
-    last_resort = weakref.finalize(model, only_here(off_workers(shut)))
+    shut = ExitStack()
+    shut.callback(stores.close)  # last
+    for lane in reversed(engine.lanes.values()):
+        shut.callback(lane.close)
+    last_resort = weakref.finalize(model, only_here(partial(off_workers, shut.close)))
     undo.append(last_resort.detach)
     undo.append(engine.close)
     for unit, module in zip(plan.units, modules, strict=True):

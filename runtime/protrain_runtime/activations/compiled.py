@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import finalize, ref
@@ -24,11 +25,6 @@ from protrain_runtime.devices.lanes import overridden
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` was called."""
     return module._compiled_call_impl is not None
-
-
-def has_compiled(module: nn.Module) -> bool:
-    """Whether the module or one inside it is compiled, in place or as a module around it."""
-    return any(map(_is_compiled, module.modules()))
 
 
 def code_of(module: nn.Module) -> Callable[..., Any]:
@@ -103,7 +99,22 @@ class CompiledBlock:
         try:
             return self._code(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise _cannot_be_compiled(self.name, error) from error
+            # With the innermost line that is not PyTorch's own.
+            library = f"{Path(torch.__file__).parent}{os.sep}"
+            real_stack = getattr(error, "real_stack", None) or ()
+            stack = [(frame.filename, frame.lineno) for frame in real_stack]
+            outside = [place for place in stack if not place[0].startswith(library)] or stack
+            source, line = outside[-1] if outside else (None, None)
+            if source is not None and Path(source).is_relative_to(Path.cwd()):
+                source = os.path.relpath(source)
+            said = str(error).strip().partition("\n\n")[0]
+            why = " ".join(text.strip() for text in said.splitlines()[:2])
+            raise ProtrainError(
+                f"the block {self.name} cannot be compiled as one graph: {why}",
+                source=source,
+                line=line,
+                fix="change that line, or profile without --compile and plan again",
+            ) from error
         except RuntimeError as error:
             if _NOTHING_COMPILED not in str(error):
                 raise
@@ -135,7 +146,7 @@ def compile_each(
 
 def are_compiled(blocks: Mapping[str, nn.Module]) -> bool:
     """Whether these blocks are compiled, all or none of them; ProtrainError for some of them."""
-    plain = [name for name, block in blocks.items() if not _is_compiled(block)]
+    plain = [name for name, block in blocks.items() if not is_compiled(block)]
     if plain and len(plain) < len(blocks):
         other = next(name for name in blocks if name not in plain)
         raise ProtrainError(
@@ -161,25 +172,8 @@ def backends_for_copy(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _cannot_be_compiled(name: str, error: Exception) -> ProtrainError:
-    """The refusal, with the innermost line that is not PyTorch's own."""
-    library = f"{Path(torch.__file__).parent}{os.sep}"
-    stack = [(frame.filename, frame.lineno) for frame in getattr(error, "real_stack", None) or ()]
-    outside = [place for place in stack if not place[0].startswith(library)] or stack
-    source, line = outside[-1] if outside else (None, None)
-    if source is not None and Path(source).is_relative_to(Path.cwd()):
-        source = os.path.relpath(source)
-    said = str(error).strip().partition("\n\n")[0]
-    why = " ".join(text.strip() for text in said.splitlines()[:2])
-    return ProtrainError(
-        f"the block {name} cannot be compiled as one graph: {why}",
-        source=source,
-        line=line,
-        fix="change that line, or profile without --compile and plan again",
-    )
-
-
-def _is_compiled(block: nn.Module) -> bool:
+def is_compiled(block: nn.Module) -> bool:
+    """Whether a module is compiled, in place or as a module around it."""
     return is_compiled_in_place(block) or _is_optimized(block)
 
 
@@ -191,7 +185,7 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
     units = {block for block in blocks if block is not None}
     for path, module in model.named_modules():
         around = module is model or any(m in units for m in module.modules() if m is not module)
-        if around and module not in units and _is_compiled(module):
+        if around and module not in units and is_compiled(module):
             raise ProtrainError(
                 f"{path or 'the model'} is compiled as a whole, which hides its blocks",
                 fix=_EACH_BLOCK,
@@ -219,31 +213,28 @@ def refuse_wrapping(model: nn.Module) -> Callable[[], None]:
         if module is None or module is not planned():
             return
         if _is_optimized(wrapper):
-            refuse()
+            refuse(compiled)
         if isinstance(wrapper, DistributedDataParallel):
-            raise RuntimeError(
-                "the model follows a plan, and DistributedDataParallel around it would sum"
-                " gradients that the plan has taken: plan with --num-devices"
+            refuse(
+                "DistributedDataParallel around it would sum gradients that the plan has taken:"
+                " plan with --num-devices"
             )
 
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError(
-            f"the model follows a plan, and would be compiled as a whole: {_EACH_BLOCK}, before it"
-            " is profiled"
-        )
+    def refuse(why: str, *_: object, **__: object) -> None:
+        raise RuntimeError(f"the model follows a plan, and {why}")
 
-    def refuse_replicas() -> None:
-        raise RuntimeError(
-            "the model follows a plan, and torch.nn.DataParallel would call copies of it in several"
-            " threads, which share its transfers: plan with --num-devices"
-        )
+    compiled = f"would be compiled as a whole: {_EACH_BLOCK}, before it is profiled"
+    copied = (
+        "torch.nn.DataParallel would call copies of it in several threads, which share its"
+        " transfers: plan with --num-devices"
+    )
 
     handle = register_module_module_registration_hook(registered)
     stack = ExitStack()
     stack.callback(handle.remove)
     stack.callback(finalize(model, handle.remove).detach)
-    stack.callback(overridden(model, "compile", refuse))
-    stack.callback(overridden(model, "_replicate_for_data_parallel", refuse_replicas))
+    stack.callback(overridden(model, "compile", partial(refuse, compiled)))
+    stack.callback(overridden(model, "_replicate_for_data_parallel", partial(refuse, copied)))
     return stack.close
 
 

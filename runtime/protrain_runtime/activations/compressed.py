@@ -58,11 +58,12 @@ def int8(forward: Code, module: nn.Module) -> Code:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         copies = _Copies(module, (args, kwargs))
-
-        def pack(tensor: Tensor) -> object:
-            return copies.packed(tensor, _as_int8) if copies.flows(tensor) else copies.keep(tensor)
-
-        with saved_tensors_hooks(pack, copies.unpack):
+        with saved_tensors_hooks(
+            lambda tensor: (
+                copies.packed(tensor, _as_int8) if copies.flows(tensor) else copies.keep(tensor)
+            ),
+            copies.unpack,
+        ):
             return forward(*args, **kwargs)
 
     return run
@@ -180,8 +181,11 @@ class _Copies:
             or tensor.is_inference()
         ):
             return False
-        if tensor.requires_grad:
-            return not _is_of_parameter(tensor)
+        if tensor.requires_grad:  # no leaf, such as a parameter, nor a view or a cast of one
+            node: Any = tensor.grad_fn
+            while node is not None and node.name() in _VIEWS:
+                node = node.next_functions[0][0]
+            return node is not None and not hasattr(node, "variable")
         return tuple(sorted(tensor.shape)) not in self._shapes
 
     def packed(self, tensor: Tensor, compressor: Compressor) -> object:
@@ -229,14 +233,6 @@ _VIEWS = frozenset(
     f"{name}Backward0"
     for name in ("T", "ToCopy", "View", "UnsafeView", "Transpose", "Permute", "Unsqueeze", "Alias")
 )
-
-
-def _is_of_parameter(tensor: Tensor) -> bool:
-    """Whether it is a leaf, such as a parameter, or a view or a cast of one."""
-    node: Any = tensor.grad_fn
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-    return node is None or hasattr(node, "variable")
 
 
 def _as_int8(
@@ -411,13 +407,6 @@ _GAMMA, _FIRST, _SECOND = (  # as int64
 )
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer: int64 to int64."""
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        words = (words ^ _shifted(words, shift)) * factor
-    return words ^ _shifted(words, 31)
-
-
 def _shifted(words: Tensor, by: int) -> Tensor:
     """To the right, with zeros coming in."""
     return (words >> by) & ((1 << (64 - by)) - 1)
@@ -432,4 +421,7 @@ def _seed(sums: Tensor) -> Tensor:
 
 def _words(seed: Tensor, count: int) -> Tensor:
     """The first `count` words of SplitMix64 from `seed`: int64 [count]."""
-    return _mixed(torch.arange(1, count + 1, device=seed.device) * _GAMMA + seed)
+    words = torch.arange(1, count + 1, device=seed.device) * _GAMMA + seed
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):  # its finalizer
+        words = (words ^ _shifted(words, shift)) * factor
+    return words ^ _shifted(words, 31)

@@ -36,11 +36,6 @@ class Source:
         self.taken = False  # by a loss beside which there is no other use
         self._versions = self._seen()
 
-    @property
-    def waits(self) -> bool:
-        """Whether the values are not there."""
-        return self.whole is None
-
     def compute(self) -> Tensor:
         """The values of the whole tensor."""
         raise NotImplementedError
@@ -57,7 +52,13 @@ class Source:
         with torch.enable_grad():
             whole = self.compute()
         result = use(whole)
-        if is_told(result) and not whole._version:
+        # Of values alone, in no graph, it is a number: no hook, say, and nothing by a name.
+        leaves = [] if result is None else leaves_in(result)
+        told = bool(leaves) and all(
+            not leaf.requires_grad if isinstance(leaf, Tensor) else is_value(leaf)
+            for leaf in leaves
+        )
+        if told and not whole._version:
             return result
         if self.taken:
             raise UsedTwiceError(
@@ -112,10 +113,13 @@ class LateValues(torch.Tensor):
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "LateValues | None":
         """Result of a function on this tensor without values; None where it needs them."""
-        if not self.source.waits:
+        if self.source.whole is not None:
             return None
         widens = is_cast(func, args, kwargs)
-        if goes_nowhere(func, args, kwargs) or (widens and self.dtype == torch.float32):
+        if widens and self.dtype == torch.float32:
+            return self
+        moves = func is Tensor.to and not kwargs and len(args) == 2  # `.to(labels.device)`
+        if moves and isinstance(args[1], torch.device) and args[1] == self.device:
             return self
         before, change = self.place, partial(_applied, func, args[1:], kwargs)
         near, shape, dtype, maps = self.near, self.shape, self.dtype, self.maps
@@ -158,7 +162,7 @@ class LateValues(torch.Tensor):
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, LateValues):
-            if first.source.waits and func in _ANSWERS:
+            if first.source.whole is None and func in _ANSWERS:
                 return _ANSWERS[func](first.near)
             if torch.is_grad_enabled():
                 made = first.late(func, args, kwargs)
@@ -214,14 +218,6 @@ def is_cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     return len(given) == len(kwargs) + len(args) - 1 == 1 and given[0] is torch.float32
 
 
-def is_told(result: object) -> bool:
-    """Whether a result is of values alone, in no graph: no hook, say, and nothing by a name."""
-    leaves = [] if result is None else leaves_in(result)
-    return bool(leaves) and all(
-        not leaf.requires_grad if isinstance(leaf, Tensor) else is_value(leaf) for leaf in leaves
-    )
-
-
 _GEOMETRY = frozenset(
     [
         *(
@@ -254,13 +250,6 @@ VIEWS = frozenset(
         Tensor.unsqueeze,
     ]
 )
-
-
-def goes_nowhere(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function sends a tensor to where it is: `.to(labels.device)`."""
-    if func is not Tensor.to or kwargs or len(args) != 2:
-        return False
-    return isinstance(args[1], torch.device) and args[1] == args[0].device
 
 
 def is_view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ with `use_cache=True`.
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -42,16 +43,13 @@ def switch_off_caches(
     if not configs or not evaluates:
         switch(on=False)
         return lambda: switch(on=True)
-    hooks = (
+    undo = ExitStack()
+    for hook in (
         model.register_forward_pre_hook(lambda *_: switch(on=not torch.is_grad_enabled())),
         model.register_forward_hook(lambda *_: switch(on=True), always_call=True),
-    )
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return undo
+    ):
+        undo.callback(hook.remove)
+    return undo.close
 
 
 def _caching(config: Any, seen: set[int]) -> Iterator[Any]:

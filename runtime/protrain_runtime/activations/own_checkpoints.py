@@ -15,8 +15,7 @@ A Hugging Face model has a switch for its checkpoints, which `switch_off_checkpo
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -65,14 +64,6 @@ def replaced(decides: Decides) -> Iterator[None]:
 def inside() -> tuple[bool, ...]:
     """The replaced functions that run here, outermost first: whether each is reentrant."""
     return _HERE.inside
-
-
-def module_of(function: object) -> nn.Module | None:
-    """The module that a function is of: it is one, or its method, perhaps with arguments bound."""
-    while isinstance(function, partial):
-        function = function.func
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, nn.Module) else None
 
 
 def _is_replaced(function: object) -> bool:
@@ -172,12 +163,6 @@ def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 1) -> Callab
             " a plan: the plan decides which blocks are recomputed",
             stacklevel=stacklevel,
         )
-    handles = [
-        module.register_forward_pre_hook(lambda _, given: tuple(map(_apart, given)))
-        for module in recomputing
-        if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).mro())
-        and getattr(getattr(module, _FUNCTION, None), "keywords", {}).get("use_reentrant")
-    ]
 
     def switch(*, on: bool) -> None:
         for module in recomputing:
@@ -185,10 +170,15 @@ def switch_off_checkpointing(model: nn.Module, *, stacklevel: int = 1) -> Callab
         for owner in asking:
             getattr(owner, f"{'enable' if on else 'disable'}_input_require_grads")()
 
-    def switch_on() -> None:
-        for handle in handles:
-            handle.remove()
-        switch(on=True)
-
+    undo = ExitStack()
+    undo.callback(switch, on=True)
+    for module in recomputing:
+        if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).mro()):
+            settings = getattr(getattr(module, _FUNCTION, None), "keywords", {})
+            if settings.get("use_reentrant"):
+                handle = module.register_forward_pre_hook(
+                    lambda _, given: tuple(map(_apart, given))
+                )
+                undo.callback(handle.remove)
     switch(on=False)
-    return switch_on
+    return undo.close

@@ -123,21 +123,18 @@ class Draws:
     def again(self) -> Iterator[None]:
         """As before the first run inside, and afterwards as before this one."""
         present = [(source, source[0]()) for source, _ in self._drawn]
-        _set(self._drawn)
+        for (_, set_state), state in self._drawn:
+            set_state(state)
         try:
             yield
         finally:
-            _set(present)
+            for (_, set_state), state in present:
+                set_state(state)
 
 
 def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
     for module, training in zip(modules, modes, strict=True):
         module.training = training
-
-
-def _set(states: Sequence[tuple[Source, State]]) -> None:
-    for (_, set_state), state in states:
-        set_state(state)
 
 
 def _of_numpy(generator: Any, numpy: Any) -> Source:

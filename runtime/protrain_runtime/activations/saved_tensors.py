@@ -60,10 +60,6 @@ class SwappedStorage:
         """Serve the bytes from where they are, as an unswapped saved tensor would be."""
         self.restored, self.source = self.source, None
 
-    def stay_no_longer(self) -> None:
-        """Go with the next unit, which has saved the bytes as well."""
-        self.restored, self.source = None, self.restored
-
     def _check(self) -> None:
         if self._saved is not None and self._saved._version != self._version:
             raise RuntimeError(
@@ -105,17 +101,6 @@ lies there. It owns the record of a swapped storage. Of a buffer that lasts, it 
 """
 
 
-def _view(storage: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The tensor again, in a storage given as uint8 [bytes].  # [shape]"""
-    dtype, shape, stride, offset, is_conj, is_neg = geometry
-    if beyond := storage.numel() % dtype.itemsize:
-        storage = storage[:-beyond]
-    found = storage.view(dtype).as_strided(shape, stride, offset)
-    if is_conj:
-        found = found.conj()
-    return torch._neg_view(found) if is_neg else found
-
-
 def _unpacking(slot: Begun) -> Callable[[Any], torch.Tensor]:
     """The hook that gives a saved tensor again; it begins `slot` where that has not begun."""
 
@@ -135,7 +120,15 @@ def _unpacking(slot: Begun) -> Callable[[Any], torch.Tensor]:
                     " over: profile the model as it runs now"
                 )
             storage = chunk.buffers[group]
-        return _view(storage, lies) if isinstance(lies, tuple) else lies
+        if not isinstance(lies, tuple):
+            return lies
+        dtype, shape, stride, offset, is_conj, is_neg = lies
+        if beyond := storage.numel() % dtype.itemsize:
+            storage = storage[:-beyond]
+        found = storage.view(dtype).as_strided(shape, stride, offset)
+        if is_conj:
+            found = found.conj()
+        return torch._neg_view(found) if is_neg else found
 
     return unpack
 
@@ -246,6 +239,6 @@ class SavedTensors:
             if swapped is None:
                 swapped = SwappedStorage(storage, tensor)
             else:
-                swapped.stay_no_longer()
+                swapped.restored, swapped.source = None, swapped.restored  # it goes with this unit
             self._by_pointer[pointer] = ref(swapped)
         return swapped

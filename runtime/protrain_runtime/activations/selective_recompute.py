@@ -22,7 +22,7 @@ run again.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, Self, assert_never
 
 import torch
@@ -38,35 +38,23 @@ from protrain_runtime.activations.twice import Saved, run_twice
 from protrain_runtime.devices import device as devices
 
 
-def lite(forward: Code, module: nn.Module) -> Code:
-    """The executor of the form `lite`."""
-    return recomputed(forward, module, _keeping_first(lambda found: len(found.outputs)))
+def _keeping_first(count: "Callable[[_Keeping], int]", forward: Code, module: nn.Module) -> Code:
+    """The executor of a form that keeps a block's inputs and first `count` expensive outputs."""
 
-
-def mlp(forward: Code, module: nn.Module) -> Code:
-    """The executor of the form `mlp`."""
-
-    def to_projection(found: "_Keeping") -> int:
-        return found.num_to_attention + 1 if found.num_to_attention else 0
-
-    return recomputed(forward, module, _keeping_first(to_projection))
-
-
-def attn(forward: Code, module: nn.Module) -> Code:
-    """The executor of the form `attn`."""
-    return recomputed(forward, module, _keeping_first(lambda found: found.num_to_attention))
-
-
-def _keeping_first(count: "Callable[[_Keeping], int]") -> Code:
-    """Run a forward twice, keeping its inputs and first `count` expensive outputs."""
-
-    def run(forward: Code, *inputs: torch.Tensor) -> object:
+    def twice(forward: Code, *inputs: torch.Tensor) -> object:
         keeping, replaying = _Keeping(), _Replaying()
         outputs = run_twice(forward, *inputs, contexts=(keeping, replaying))
         replaying.take(keeping.kept(count(keeping), handed_on=tensors_in(outputs)))
         return outputs
 
-    return run
+    return recomputed(forward, module, twice)
+
+
+lite = partial(_keeping_first, lambda found: len(found.outputs))
+mlp = partial(
+    _keeping_first, lambda found: found.num_to_attention + 1 if found.num_to_attention else 0
+)
+attn = partial(_keeping_first, lambda found: found.num_to_attention)
 
 
 def _name(operator: Any) -> str:
@@ -209,7 +197,7 @@ class _Keeping(_Mode):
     def __init__(self) -> None:
         super().__init__()
         self.outputs: list[_Output] = []
-        self.num_to_attention = 0  # outputs up to the last attention
+        self.num_to_attention: int = 0  # outputs up to the last attention
         self._last: Kind = "cheap"
         self._undecided: _Output | None = None  # low-rank: it runs again, unless it is attention's
         self._num_saved = _Count()
@@ -283,12 +271,12 @@ class _Keeping(_Mode):
     def _copy_before_writes(self, written: list[torch.Tensor]) -> None:
         """Protect kept tensors from in-place writes: recomputation writes to the copy."""
         storages = {tensor.untyped_storage()._cdata for tensor in written}
-
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
-
         for output in self.outputs:
-            output.result = tree_map_only(torch.Tensor, kept, output.result)
+            output.result = tree_map_only(
+                torch.Tensor,
+                lambda kept: kept.clone() if kept.untyped_storage()._cdata in storages else kept,
+                output.result,
+            )
 
     def kept(self, count: int, *, handed_on: list[torch.Tensor]) -> list[_Output]:
         """The first `count` outputs, given up here; one that the block hands on is copied."""

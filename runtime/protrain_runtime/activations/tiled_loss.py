@@ -37,6 +37,7 @@ have left, or have been updated. What in-place writing must not break is this:
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,28 +65,13 @@ _REDUCTIONS = {"mean": 1, "sum": 2}  # as `at::Reduction` counts
 _IGNORED = -100  # in place of whatever number the model ignores
 
 
-def loss_in_place() -> AbstractContextManager[object]:
-    """The executor of the form `in place`: stands around the forward of the last part."""
-    return _Watching(None)
-
-
-def in_8_tiles() -> AbstractContextManager[object]:
-    """The executor of the form `8 tiles`."""
-    return _Watching(8)
-
-
-def in_64_tiles() -> AbstractContextManager[object]:
-    """The executor of the form `64 tiles`."""
-    return _Watching(64)
-
-
 def tile_rows(num_rows: int, num_classes: int) -> int:
     """Rows of a tile of kept logits, of so many in all."""
     most = min(TILE_ELEMENTS // num_classes, -(-num_rows // TILES))
     return max(TILE_ROWS, most // TILE_ROWS * TILE_ROWS)
 
 
-def _tiles(count: int, size: int) -> Iterator[slice]:
+def tiles(count: int, size: int) -> Iterator[slice]:
     """`count` rows in tiles, of which the last may have fewer."""
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
@@ -126,6 +112,12 @@ class _Watching(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+# The executors of the forms `in place`, `8 tiles` and `64 tiles`: contexts around the last part.
+loss_in_place = partial(_Watching, None)
+in_8_tiles = partial(_Watching, 8)
+in_64_tiles = partial(_Watching, 64)
+
+
 def _can_wait(tensor: Tensor) -> bool:
     """Whether a tensor's float32 values may be computed later, or never."""
     return (
@@ -153,13 +145,6 @@ class _Cast(Source):
         (given,) = self.inputs
         assert given is not None
         return given.to(torch.float32)
-
-    def take(self) -> None:
-        """Hand the 16-bit values to a loss in place."""
-        self.check()
-        if self.taken:
-            self.used(torch.clone)  # refuses
-        self.taken = True
 
 
 class _Product(Source):
@@ -295,8 +280,11 @@ def _cross_entropy(call: _LossCall, num_tiles: int | None) -> Tensor:
         or not logits.is_contiguous()
     ):
         return call.plainly()
-    if isinstance(source, _Cast):
-        source.take()
+    if isinstance(source, _Cast):  # which hands the 16-bit values to a loss in place
+        source.check()
+        if source.taken:
+            source.used(torch.clone)  # refuses
+        source.taken = True
     in_place = dtype, _REDUCTIONS[call.reduction], call.ignore_index
     loss = _LossInPlace.apply(logits, call.target, *in_place)  # type: ignore[no-untyped-call]
     return loss
@@ -317,7 +305,7 @@ class _LossInPlace(torch.autograd.Function):
         place = torch.where(valid, target, 0)[:, None]
         picked = torch.empty((len(logits), 1), dtype=dtype, device=logits.device)
         with _without_autocast(logits):
-            for rows in _tiles(len(logits), tile_rows(*logits.shape)):
+            for rows in tiles(len(logits), tile_rows(*logits.shape)):
                 torch.gather(_log_softmax(logits[rows], dtype), 1, place[rows], out=picked[rows])
             first = torch.where(valid, 0, _IGNORED)
             loss, total = torch.ops.aten.nll_loss_forward(picked, first, None, reduction, _IGNORED)
@@ -348,7 +336,7 @@ class _LossInPlace(torch.autograd.Function):
         alone = num_holders(logits.untyped_storage()) == 1
         gradient = logits if alone else torch.empty_like(logits)
         with _without_autocast(logits):
-            for rows in _tiles(len(logits), tile_rows(*logits.shape)):
+            for rows in tiles(len(logits), tile_rows(*logits.shape)):
                 logarithms = _log_softmax(logits[rows], dtype)
                 part = torch.ops.aten.nll_loss_backward(
                     upstream, logarithms, target[rows], None, reduction, ignored, total
@@ -375,7 +363,7 @@ class _Rule(NamedTuple):
 
     def tiles(self, count: int) -> Iterator[slice]:
         """`count` rows in so many tiles."""
-        return _tiles(count, math.ceil(count / self.num_tiles / TILE_ROWS) * TILE_ROWS)
+        return tiles(count, math.ceil(count / self.num_tiles / TILE_ROWS) * TILE_ROWS)
 
 
 class _TiledLoss(torch.autograd.Function):

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protrain_runtime.activations.compiled import has_compiled, replace_code
+from protrain_runtime.activations.compiled import is_compiled, replace_code
 from protrain_runtime.activations.forms import Code
 from protrain_runtime.activations.recompute import full, recomputed
+from protrain_runtime.activations.tiled_loss import tiles
 from protrain_runtime.activations.trees import PLAIN, named, tensors_in
 from protrain_runtime.activations.twice import Saved, run_twice
 from protrain_runtime.devices.device import autocast_as_now
@@ -37,7 +38,7 @@ TILES = 8
 
 def tiled(forward: Code, module: nn.Module) -> Code:
     """The executor of the form `tiled`. Where code is compiled, it is that of `full`."""
-    if has_compiled(module):
+    if any(map(is_compiled, module.modules())):
         return full(forward, module)
     mlps = _Mlps(module)
 
@@ -74,7 +75,11 @@ class _Mlps:
         """MLPs run in tiles inside."""
         with ExitStack() as stack:
             for module in self._candidates:
-                if not _is_watched(module):
+                watched = any(  # by hooks, which would see tiles
+                    one._forward_hooks or one._forward_pre_hooks or one._backward_hooks
+                    for one in module.modules()
+                )
+                if not watched:
                     code = partial(self._run, module, module.forward)
                     stack.callback(replace_code(module, code))
             yield
@@ -94,14 +99,6 @@ class _Mlps:
         anchor = torch.empty(0, requires_grad=True)
         saved = Saved.apply(anchor, given)  # type: ignore[no-untyped-call]
         return _Tiles.apply(given, (saved,), forward, *parameters)  # type: ignore[no-untyped-call]
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks, which would see tiles."""
-    return any(
-        one._forward_hooks or one._forward_pre_hooks or one._backward_hooks
-        for one in module.modules()
-    )
 
 
 def _is_input(given: object) -> bool:
@@ -126,7 +123,7 @@ def takes_tokens_apart(forward: Code, given: Tensor) -> bool:
             found = forward(few)
     except Exception:  # noqa: BLE001 (it mixes tokens, or wants more, as windows of attention do)
         return False
-    return isinstance(found, Tensor) and watching.is_of_tokens(found) and found.dim() == 3
+    return isinstance(found, Tensor) and id(found) in watching.made and found.dim() == 3
 
 
 _TRIED = 2
@@ -143,7 +140,7 @@ class _Tiles(torch.autograd.Function):
         [ctx.saved], ctx.code, ctx.parameters = saved, forward, parameters
         ctx.autocast = autocast_as_now(given.device.type, caches=False)
         found: Tensor | None = None
-        for tokens in _tiles(given):
+        for tokens in tiles(given.shape[1], -(-given.shape[1] // TILES)):
             part: Any = forward(given[:, tokens].contiguous())
             if found is None:
                 found = part.new_empty((*given.shape[:2], part.shape[-1]))
@@ -167,7 +164,7 @@ class _Tiles(torch.autograd.Function):
         of_given = ctx.needs_input_grad[0]
         found = torch.empty_like(given) if of_given else None
         sums: list[Tensor | None] = [None] * len(parameters)
-        for tokens in _tiles(given):
+        for tokens in tiles(given.shape[1], -(-given.shape[1] // TILES)):
             own = given[:, tokens].detach().contiguous().requires_grad_(of_given)
             with torch.enable_grad(), ctx.autocast():
                 part: Any = ctx.code(own)
@@ -191,12 +188,6 @@ class _Tiles(torch.autograd.Function):
         return found, None, None, *cast
 
 
-def _tiles(given: Tensor) -> Iterator[slice]:
-    length = given.shape[1]
-    size = -(-length // TILES)
-    return (slice(first, min(first + size, length)) for first in range(0, length, size))
-
-
 class _MixesError(Exception):
     """An operator that mixes tokens, or of which we do not know that it does not."""
 
@@ -212,11 +203,7 @@ class _Watching(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         batch, length, _ = tokens.shape
         self._leading = ((batch, length), (batch * length,))
-        self._seen: dict[int, Tensor] = {id(tokens): tokens}
-
-    def is_of_tokens(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made of the tokens."""
-        return id(tensor) in self._seen
+        self.made: dict[int, Tensor] = {id(tokens): tokens}  # of the tokens
 
     def __torch_dispatch__(
         self,
@@ -231,7 +218,7 @@ class _Watching(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
             raise _MixesError
         given = tensors_in((args, kwargs))
-        own = [tensor for tensor in given if self.is_of_tokens(tensor)]
+        own = [tensor for tensor in given if id(tensor) in self.made]
         if own and not self._is_known(func, named(func, args, kwargs), given, own):
             raise _MixesError
         result = func(*args, **kwargs)
@@ -239,14 +226,14 @@ class _Watching(TorchDispatchMode):
             for made in tensors_in(result):
                 if tuple(made.shape[:-1]) not in self._leading:
                     raise _MixesError
-                self._seen[id(made)] = made
+                self.made[id(made)] = made
         return result
 
     def _is_known(
         self, func: Any, arguments: Mapping[str, Any], given: list[Tensor], own: list[Tensor]
     ) -> bool:
         name = func._schema.name.partition("::")[2]
-        others = [tensor for tensor in given if not self.is_of_tokens(tensor)]
+        others = [tensor for tensor in given if id(tensor) not in self.made]
         if torch.Tag.pointwise in func.tags:
             alike = len({tensor.shape[:-1] for tensor in own}) == 1
             return alike and all(

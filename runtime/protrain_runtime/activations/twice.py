@@ -73,7 +73,9 @@ def end_runs() -> None:
     while RAN:
         run = RAN.pop()()
         if run is not None and run.unasked:
-            run.clear()
+            for reference, _ in run.slots:
+                if (slot := reference()) is not None:
+                    slot.value = None
 
 
 class _Full(BaseException):  # no error: a block may catch those
@@ -91,7 +93,7 @@ class _Run:
     ) -> None:
         self._call, self._context = call, context
         self.unasked = 0  # places that are filled
-        self._slots: list[tuple[ref[_Slot], _Kind]] = []
+        self.slots: list[tuple[ref[_Slot], _Kind]] = []
         # Inference tensors cannot be saved, and are never written to.
         self._inputs = [each if each.is_inference() else None for each in inputs]
         anchor = torch.empty(0, requires_grad=True)
@@ -107,7 +109,7 @@ class _Run:
     def pack(self, tensor: torch.Tensor) -> _Slot:
         """Keep a place for a tensor."""
         slot = _Slot(self)
-        self._slots.append((ref(slot), (tensor.shape, tensor.dtype, tensor.device)))
+        self.slots.append((ref(slot), (tensor.shape, tensor.dtype, tensor.device)))
         return slot
 
     def again(self) -> None:
@@ -117,8 +119,8 @@ class _Run:
         # Copies, whose hooks and gradients are their own.
         inputs = [next(saved) if each is None else each for each in self._inputs]
         inputs = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
-        places = iter(self._slots)
-        left, alike = len(self._slots), True
+        places = iter(self.slots)
+        left, alike = len(self.slots), True
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal left, alike
@@ -134,7 +136,8 @@ class _Run:
             return tensor
 
         try:
-            with saved_tensors_hooks(fill, _as_it_is), torch.enable_grad(), ExitStack() as stack:
+            hooks = saved_tensors_hooks(fill, lambda tensor: tensor)
+            with hooks, torch.enable_grad(), ExitStack() as stack:
                 stack.enter_context(self._as_then())
                 stack.enter_context(self._context)
                 self._call(*inputs)
@@ -145,12 +148,6 @@ class _Run:
                 "a block that the plan recomputes saved other tensors in backward than in forward:"
                 " it has to compute the same every time. Profile the model as it runs now"
             )
-
-    def clear(self) -> None:
-        """Empty all places."""
-        for reference, _ in self._slots:
-            if (slot := reference()) is not None:
-                slot.value = None
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
@@ -177,10 +174,6 @@ class _Run:
 
 RAN: list[ref[_Run]] = []
 """Runs that backward has asked for again in this unit."""
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _casts(kinds: Any) -> list[tuple[str, bool, torch.dtype, bool]]:

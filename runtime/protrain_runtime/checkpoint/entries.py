@@ -10,6 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -159,7 +160,9 @@ def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None
         order, (first, count) = order_of(value), part_of(value)
         if entry.order == order:
             fill = _reader(entry, first, count, sums)
-            value.copy_from(fill if entry.dtype == value.dtype else _cast(fill, entry, value))
+            value.copy_from(
+                fill if entry.dtype == value.dtype else partial(_cast, fill, entry, value)
+            )
             continue
         flat = torch.empty(entry.shape.numel(), dtype=entry.dtype)
         Held(flat).copy_from(_reader(entry, 0, flat.numel(), sums))
@@ -170,16 +173,12 @@ def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None
         value.copy_from(_from(mine.view(torch.uint8)))
 
 
-def _cast(fill: Fill, entry: Entry, value: Value) -> Fill:
-    """Fills buffers with numbers of the value's dtype, made of the entry's."""
-
-    def cast(target: torch.Tensor) -> None:
-        for numbers in target.view(value.dtype).split(SAVING_BYTES // entry.dtype.itemsize):
-            read = torch.empty(numbers.numel(), dtype=entry.dtype)
-            fill(read.view(torch.uint8))
-            numbers.copy_(read)
-
-    return cast
+def _cast(fill: Fill, entry: Entry, value: Value, target: torch.Tensor) -> None:
+    """Fill a buffer with numbers of the value's dtype, made of the entry's."""
+    for numbers in target.view(value.dtype).split(SAVING_BYTES // entry.dtype.itemsize):
+        read = torch.empty(numbers.numel(), dtype=entry.dtype)
+        fill(read.view(torch.uint8))
+        numbers.copy_(read)
 
 
 def _from(flat: torch.Tensor) -> Fill:

@@ -168,32 +168,29 @@ def verify(checksums: Mapping[Path, int], read: Sequence[Ranges] = ()) -> None:
     """
 
     def check(path: Path) -> None:
+        """Make the file's sum of ranges and what lies between them."""
         known = [one for ranges in read for one in ranges.get(path.name, ())]
-        if _checksum_of(path, known) != checksums[path]:
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
+        checksum = end = 0
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            for start, past, range_sum in [*sorted(known), (size, size, 0)]:
+                if start < end:  # ranks have read the same, or it is another part of that
+                    continue
+                file.seek(end)
+                while end < start and (count := file.readinto(buffer[: start - end])):  # type: ignore[attr-defined]
+                    checksum, end = zlib.crc32(buffer[:count], checksum), end + count
+                checksum, end = joined_sums(checksum, range_sum, past - start), past
+        if checksum != checksums[path]:
             raise damaged(path, "the file is damaged: its checksum does not match")
 
-    if not _threads_are_free():
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    if any(limit != resource.RLIM_INFINITY for limit in limits):
         for path in checksums:
             check(path)
         return
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         list(pool.map(check, checksums))  # raises what the first file that differs did
-
-
-def _checksum_of(path: Path, known: Iterable[tuple[int, int, int]]) -> int:
-    """The sum of a file, made of ranges and what lies between them."""
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
-    checksum = end = 0
-    with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        for start, past, range_sum in [*sorted(known), (size, size, 0)]:
-            if start < end:  # ranks have read the same, or it is another part of that
-                continue
-            file.seek(end)
-            while end < start and (count := file.readinto(buffer[: start - end])):  # type: ignore[attr-defined]
-                checksum, end = zlib.crc32(buffer[:count], checksum), end + count
-            checksum, end = joined_sums(checksum, range_sum, past - start), past
-    return checksum
 
 
 def joined_sums(first: int, second: int, num_bytes: int) -> int:
@@ -217,9 +214,3 @@ def _product(first: int, second: int) -> int:
             found ^= second
         second = second >> 1 ^ (0xEDB88320 if second & 1 else 0)
     return found
-
-
-def _threads_are_free() -> bool:
-    """Whether the stacks of threads count for nothing: the process's data have no limit."""
-    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
-    return all(limit == resource.RLIM_INFINITY for limit in limits)

@@ -37,9 +37,22 @@ def check_writable(directory: Path) -> None:
 
 @contextmanager
 def next_save(directory: Path) -> Iterator[Path]:
-    """Make a new folder for a save, gone again if the block fails; ProtrainError if in use."""
+    """Make a new folder for a save, gone again if the block fails; ProtrainError if in use.
+
+    Those that no index names go. See [Note: one index].
+    """
     with locked(directory):
-        folder = _new_folder(directory, _current(directory))
+        current = _current(directory)
+        for folder in _folders(directory):
+            if folder.name != current:
+                shutil.rmtree(folder)
+        for path in directory.glob(f".{INDEX}.*.tmp"):  # of an index whose writer was killed
+            path.unlink()
+        # A number may be taken by what is not ours, such as a link, or by a folder that is gone.
+        names = [current or "", *(path.name for path in directory.iterdir())]
+        taken = [int(match[1]) for match in map(FOLDER.fullmatch, names) if match]
+        folder = directory / f"protrain-save-{max(taken, default=0) + 1}"
+        folder.mkdir()
         try:
             yield folder
         except BaseException:  # an interruption too
@@ -100,21 +113,6 @@ def _current(directory: Path) -> str | None:
             source=str(index),
             fix=ELSEWHERE,
         )
-    return folder
-
-
-def _new_folder(directory: Path, current: str | None) -> Path:
-    """A folder of the next number; those that no index names go. See [Note: one index]."""
-    for folder in _folders(directory):
-        if folder.name != current:
-            shutil.rmtree(folder)
-    for path in directory.glob(f".{INDEX}.*.tmp"):  # of an index whose writer was killed
-        path.unlink()
-    # A number may be taken by what is not ours, such as a link, or by a folder that is gone.
-    names = [current or "", *(path.name for path in directory.iterdir())]
-    taken = [int(match[1]) for match in map(FOLDER.fullmatch, names) if match]
-    folder = directory / f"protrain-save-{max(taken, default=0) + 1}"
-    folder.mkdir()
     return folder
 
 

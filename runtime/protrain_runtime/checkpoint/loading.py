@@ -1,8 +1,7 @@
 """`load`: go on from a checkpoint, in place, under any plan or plainly, on any number of ranks."""
 
 import random
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,14 @@ from protrain_runtime.checkpoint.saving import (
     settled,
     with_extra_state,
 )
-from protrain_runtime.checkpoint.training import SavedOptimizer, Training, read_training
+from protrain_runtime.checkpoint.training import SavedOptimizer, read_training
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.turns import in_turn
 from protrain_runtime.model.optimizer_state import PlannedStates
 from protrain_runtime.model.prepared import Prepared, offloaded_parameters, together, turns_of
-from protrain_runtime.states.compositions import (
-    Composition,
-    is_composition,
-    put_together,
-    taken_apart,
-)
+from protrain_runtime.states.compositions import MARK, Composition, put_together, taken_apart
 from protrain_runtime.states.values import Held, Value, stored_states
 
 _NUM_NAMED = 3  # parameters that an error names
@@ -69,13 +63,22 @@ def load(
             kinds.append("optimizer")
             resumed = _Resumed(model, optimizer, prepared, saved, training.optimizer)
             targets += resumed.targets
-            random_states = _random_states(training, ranks.rank if ranks else 0)
+            # One device's are for all; a rank that was not there has none.
+            states = training.random or []
+            own_number = ranks.rank if ranks and len(states) != 1 else 0
+            random_states = dict(enumerate(states)).get(own_number)
             _try_random(random_states or {}, directory)
         saved.verify(kinds, ranks)
         sums = Sums(saved.rows)
-        with _in_part():
+        try:
             fill_values(targets, sums)
             saved.verify(kinds, ranks, sums)
+        except ProtrainError as error:  # whatever is wrong with files comes too late
+            raise ProtrainError(
+                f"{error.message}: the model is loaded in part",
+                source=error.source,
+                fix="load another checkpoint, as a whole",
+            ) from None
         for name, module in with_extra_state(model):
             if name in training.modules:
                 module.set_extra_state(training.modules[name])
@@ -92,28 +95,9 @@ def load(
         return training.extra
 
 
-@contextmanager
-def _in_part() -> Iterator[None]:
-    """Around what changes the model: whatever is wrong with files comes too late."""
-    try:
-        yield
-    except ProtrainError as error:
-        raise ProtrainError(
-            f"{error.message}: the model is loaded in part",
-            source=error.source,
-            fix="load another checkpoint, as a whole",
-        ) from None
-
-
 def read_extra(directory: Path | str) -> dict[str, Any]:
     """The `extra` of a checkpoint, without loading anything. ProtrainError as `load`."""
     return read_training(Saved(Path(directory))).extra
-
-
-def _random_states(training: Training, rank: int) -> dict[str, Any] | None:
-    """Return the states for a rank; None for one that was not there. One device's are for all."""
-    states = training.random or []
-    return states[0] if len(states) == 1 else dict(enumerate(states)).get(rank)
 
 
 def matched(
@@ -138,11 +122,14 @@ def matched(
     in_order = sorted(entries, key=lambda name: order.get(name, -1))
     found = {aliases.get(name, name): entries[name] for name in in_order}
     pairs = [(name, found[name], own[name]) for name in own if name in found]
-    others = [
-        f"{name} ({_described(theirs)} in the checkpoint, {_described(ours)} in the model)"
-        for name, theirs, ours in pairs
-        if not _are_alike(theirs, ours, cast=cast)
-    ]
+    others: list[str] = []
+    for name, theirs, ours in pairs:
+        fits = theirs.dtype == ours.dtype
+        if cast and theirs.dtype.is_floating_point and ours.dtype.is_floating_point:
+            fits = True
+        if not fits or theirs.shape != ours.shape:
+            there, here = _described(theirs), _described(ours)
+            others.append(f"{name} ({there} in the checkpoint, {here} in the model)")
     problems = (
         ("missing from the checkpoint", [n for n in own if n not in found and n not in kept]),
         ("missing from the model", [name for name in found if name not in own]),
@@ -162,11 +149,6 @@ def matched(
 def base_name(name: str) -> str:
     """The name in the model below PEFT's adapters of a tensor that has that name with them."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
-def _are_alike(theirs: Entry, ours: Value, *, cast: bool) -> bool:
-    floating = theirs.dtype.is_floating_point and ours.dtype.is_floating_point
-    return theirs.shape == ours.shape and (theirs.dtype == ours.dtype or (cast and floating))
 
 
 def _described(tensor: Entry | Value) -> str:
@@ -326,7 +308,7 @@ class _Resumed:
             k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in gone
         }
         try:
-            for key in (key for key in state if is_composition(key)):
+            for key in (key for key in state if key.endswith(MARK)):
                 state[key] = Composition.read(state[key])
             whole = put_together({**state, **parts}, parameter.shape)
         except Exception as error:  # the checkpoint's own words, which a class of a package reads

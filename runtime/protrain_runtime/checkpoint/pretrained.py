@@ -154,7 +154,12 @@ def _write(
         if not first:
             return
         stack.enter_context(locked(directory))
-        _refuse_own(directory)
+        if found_index(directory) is not None and Saved(directory).folder:
+            raise ProtrainError(
+                "the directory holds a checkpoint of protrain_runtime.save()",
+                source=str(directory),
+                fix=ELSEWHERE,
+            )
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         stack.callback(shutil.rmtree, staging, ignore_errors=True)
@@ -184,16 +189,6 @@ def _write(
     with ranks.writing() if ranks else nullcontext(), ExitStack() as stack:
         for step in (begin, write_own, put_in_place):
             on_each(ranks, step, directory)
-
-
-def _refuse_own(directory: Path) -> None:
-    """ProtrainError where the directory holds a checkpoint of `save`."""
-    if found_index(directory) is not None and Saved(directory).folder:
-        raise ProtrainError(
-            "the directory holds a checkpoint of protrain_runtime.save()",
-            source=str(directory),
-            fix=ELSEWHERE,
-        )
 
 
 def _put_in_place(directory: Path, staging: Path, files: Files) -> None:

@@ -38,6 +38,7 @@ from protrain_runtime.model.prepared import (
 )
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.compositions import Composition, taken_apart
+from protrain_runtime.states.quantized import packed_layers
 from protrain_runtime.states.values import (
     Copied,
     Held,
@@ -48,7 +49,7 @@ from protrain_runtime.states.values import (
     order_of,
     part_bytes,
     part_of,
-    scale_values,
+    scales_beside,
     stored_states,
     stored_value,
 )
@@ -175,7 +176,8 @@ def model_values(model: nn.Module, prepared: Prepared | None) -> Iterator[tuple[
         for key, buffer in module.named_buffers(recurse=False):
             if key not in passing:
                 yield f"{prefix}.{key}" if prefix else key, Held(buffer)
-    yield from scale_values(model)
+    for name, layer in packed_layers(model):
+        yield from scales_beside(name, layer)
 
 
 def with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -263,14 +265,16 @@ def _write(
     prefix = f"rank-{ranks.rank}-" if ranks else ""
     with ranks.writing() if ranks else nullcontext(), ExitStack() as stack:
 
-        def begin() -> str:
-            return stack.enter_context(next_save(directory)).name if first else ""
-
         def commit_all() -> None:
             if first:
                 commit(folder, _content(folder.name, written, training))
 
-        folder = directory / on_each(ranks, begin, directory)[0]
+        names = on_each(
+            ranks,
+            lambda: stack.enter_context(next_save(directory)).name if first else "",
+            directory,
+        )
+        folder = directory / names[0]
         written = on_each(ranks, lambda: _files(folder, prefix, values, shard_bytes), directory)
         on_each(ranks, commit_all, directory)
 

@@ -36,14 +36,14 @@ _UTF_16 = "utf-16-le", "surrogatepass"
 _HALF_CHARACTERS = re.compile("[\ud800-\udfff]")
 
 
-def _code_units(text: str) -> str:
-    return text.encode(*_UTF_16).hex()
-
-
 _DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     # By type: its mark, a list or text that has all of a value, and the value of that.
-    str: ("$text", _code_units, lambda text: bytes.fromhex(text).decode(*_UTF_16)),  # half of one
+    str: (  # with half of a character
+        "$text",
+        lambda text: text.encode(*_UTF_16).hex(),
+        lambda text: bytes.fromhex(text).decode(*_UTF_16),
+    ),
     tuple: ("$tuple", list, tuple),
     torch.Size: ("$size", list, torch.Size),
     set: ("$set", list, set),
@@ -86,7 +86,12 @@ def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) ->
     if kind in _FORMS and not deep:
         mark, plain, _ = _FORMS[kind]
         return {mark: each(plain(value), "")}
-    if kind in (torch.Tensor, nn.Parameter) and _is_dense(value):
+    if (
+        kind in (torch.Tensor, nn.Parameter)
+        and value.dtype in NAMES
+        and value.layout == torch.strided
+        and not value.is_meta
+    ):
         name = key
         while name in tensors:  # the key of a text with a dot in it may be another's
             name += "'"
@@ -98,10 +103,6 @@ def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) ->
         key=key,
         fix="use numbers, strings, dense tensors, lists, tuples and dicts",
     )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in NAMES and tensor.layout == torch.strided and not tensor.is_meta
 
 
 def _decoded(found: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -143,8 +144,22 @@ class Training(msgspec.Struct, forbid_unknown_fields=True):
     optimizer: SavedOptimizer | None = None
 
     def __post_init__(self) -> None:
-        for states in self.random or ():
-            _check_random(states)
+        for states in self.random or ():  # generators take these; of accelerators' by type alone
+            match states:
+                case {
+                    "torch": torch.Tensor() as own,
+                    "python": (_, _, float() | None) as python,
+                    **others,
+                }:
+                    torch.Generator().set_state(own)
+                    random.Random().setstate(python)
+                case _:
+                    raise TypeError("random")
+            of_devices = msgspec.convert(others, dict[str, list[Any]])
+            for state in itertools.chain.from_iterable(of_devices.values()):
+                plain = isinstance(state, torch.Tensor) and state.dim() == 1
+                if not plain or state.dtype != torch.uint8:
+                    raise TypeError("random")
 
 
 def read_training(saved: Saved) -> Training:
@@ -160,17 +175,3 @@ def read_training(saved: Saved) -> Training:
         error = damaged(saved.index, "this is not what a save writes")
         error.key = "protrain.training"
         raise error from None
-
-
-def _check_random(states: dict[str, Any]) -> None:
-    """Raise where generators do not take these states; of accelerators' by type alone."""
-    match states:
-        case {"torch": torch.Tensor() as own, "python": (_, _, float() | None) as python, **others}:
-            torch.Generator().set_state(own)
-            random.Random().setstate(python)
-        case _:
-            raise TypeError("random")
-    of_devices = msgspec.convert(others, dict[str, list[Any]])
-    for state in itertools.chain.from_iterable(of_devices.values()):
-        if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
-            raise TypeError("random")

@@ -101,21 +101,17 @@ def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]], sums: Sums)
     meet(ranks, "reading weights")  # one that cannot read ends this for all
     for value, reader in whole:
         ranks.broadcast([value.tensor], source=reader)
-    for first in range(0, len(to_pack), ranks.count):
-        _pack_together(ranks, to_pack[first : first + ranks.count], sums)
-
-
-def _pack_together(ranks: Ranks, layers: list[tuple[Entry, Unpacked]], sums: Sums) -> None:
-    """Read and pack one layer on each rank, and share the results."""
-    mine: list[torch.Tensor] = []
-    for entry, value in layers[ranks.rank : ranks.rank + 1]:
-        fill_values([(entry, replace(value, place=mine.append))], sums)
-    for reader, (_, value) in enumerate(layers):
-        weight = value.layer.weight
-        packed = (
-            mine.pop()
-            if reader == ranks.rank
-            else torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-        )
-        ranks.broadcast([packed, *scales_of(value.layer).values()], source=reader)
-        value.place(packed)
+    for first in range(0, len(to_pack), ranks.count):  # each rank packs one, and all get it
+        layers = to_pack[first : first + ranks.count]
+        mine: list[torch.Tensor] = []
+        for entry, unpacked in layers[ranks.rank : ranks.rank + 1]:
+            fill_values([(entry, replace(unpacked, place=mine.append))], sums)
+        for reader, (_, unpacked) in enumerate(layers):
+            weight = unpacked.layer.weight
+            packed = (
+                mine.pop()
+                if reader == ranks.rank
+                else torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            )
+            ranks.broadcast([packed, *scales_of(unpacked.layer).values()], source=reader)
+            unpacked.place(packed)

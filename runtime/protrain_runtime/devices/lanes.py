@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -195,16 +194,12 @@ def overridden(owner: object, name: str, value: object) -> Callable[[], None]:
     return undo
 
 
-def off_workers(close: Callable[[], object]) -> Callable[[], None]:
-    """Return `close`, run in a thread of its own where a runtime's thread collects garbage."""
-
-    def run() -> None:
-        if threading.current_thread().name.startswith(OWN_THREADS):
-            threading.Thread(target=close, name=f"{OWN_THREADS}end").start()
-        else:
-            close()
-
-    return run
+def off_workers(close: Callable[[], object]) -> None:
+    """Run `close`, in a thread of its own where a runtime's thread collects garbage."""
+    if threading.current_thread().name.startswith(OWN_THREADS):
+        threading.Thread(target=close, name=f"{OWN_THREADS}end").start()
+    else:
+        close()
 
 
 OWN_THREADS = "protrain "
@@ -435,13 +430,6 @@ SWITCH_INTERVAL_S = 5e-4
 """Python's threads take turns of at most this while a plan launches work on an accelerator. With
 its usual 5 ms, a lane's thread that computes in Python keeps the launching one waiting as long as
 many kernels take."""
-
-
-def quick_turns() -> Callable[[], None]:
-    """Shorten the turns of Python's threads; returns the undo."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(min(usual, SWITCH_INTERVAL_S))
-    return partial(sys.setswitchinterval, usual)
 
 
 class Backend:

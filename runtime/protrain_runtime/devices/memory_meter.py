@@ -273,7 +273,12 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
     assert finished.profiler is not None
     results = finished.profiler.kineto_results
     assert results is not None
-    events = sorted(_flat(results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+    events: list[Any] = []  # each before its children
+    stack = [*reversed(results.experimental_event_tree())]
+    while stack:
+        events.append(stack.pop())
+        stack += reversed(events[-1].children)
+    events.sort(key=lambda event: event.start_time_ns)
     rows: list[tuple[str, list[int]]] = []  # of each segment its label; start, peak and end
     sizes: dict[int, int] = {}  # address -> bytes of the live blocks seen
     live = start_bytes
@@ -296,15 +301,6 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
         Segment(label=label, start_bytes=start, peak_bytes=peak, end_bytes=end)
         for label, (start, peak, end) in rows
     )
-
-
-def _flat(events: list[Any]) -> Iterator[Any]:
-    """All events of a profiler's tree, each before its children, without recursion."""
-    stack = list(reversed(events))
-    while stack:
-        event = stack.pop()
-        yield event
-        stack.extend(reversed(event.children))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,15 +71,11 @@ def ranks_here() -> int:
 
 def for_each(room: Room, num_ranks: int) -> Room:
     """The part of each of a machine's ranks; process and device limits stay."""
-
-    def part(num_bytes: int | None) -> int | None:
-        return None if num_bytes is None else num_bytes // num_ranks
-
     return replace(
         room,
-        memory_bytes=part(room.memory_bytes),
+        memory_bytes=room.memory_bytes and room.memory_bytes // num_ranks,
         swap_bytes=room.swap_bytes // num_ranks,
-        disk_bytes=part(room.disk_bytes),
+        disk_bytes=room.disk_bytes and room.disk_bytes // num_ranks,
     )
 
 
@@ -122,14 +118,15 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
         )
 
 
-def check_free(num_bytes: int, device: torch.device, what: str) -> None:
-    """NoRoomError where less than `num_bytes` are free on the device, beside what is there now."""
+def check_free(num_bytes: int, device: torch.device) -> None:
+    """NoRoomError where parameters of `num_bytes` have no room beside what the device has now."""
     room = room_here(device, Path.cwd())
     on_host = devices.on_host(device)
     left = _free_on_host(room, room.swap_bytes) if on_host else room.device_bytes
     if left is not None and num_bytes > left:
         raise NoRoomError(
-            f"{what} take {format_bytes(num_bytes)}, and {format_bytes(max(left, 0))} are free",
+            f"the parameters take {format_bytes(num_bytes)}, and {format_bytes(max(left, 0))} are"
+            " free",
             missing_bytes=num_bytes - left,
             fix="take them unit by unit: units=[...]",
         )
@@ -166,6 +163,12 @@ def room_here(device: torch.device, directory: Path) -> Room:
         disk = os.statvfs(directory) if directory.is_dir() else None
     except OSError:  # the store says what is wrong there
         disk = None
+    mounts: dict[str, str] = {}  # types of file systems; the last mount at a place is seen
+    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+        fields, _, kind = line.partition(" - ")
+        mounts[fields.split()[4]] = kind.split()[0]
+    path = directory.resolve()
+    around = [mounts[str(place)] for place in (path, *path.parents) if str(place) in mounts]
     return Room(
         memory_bytes=memory,
         swap_bytes=swap,
@@ -174,7 +177,7 @@ def room_here(device: torch.device, directory: Path) -> Room:
         device_bytes=free,
         disk_bytes=disk.f_bavail * disk.f_frsize if disk else None,
         file_limit=file_limit,
-        disk_is_memory=_file_system(directory.resolve()) == "tmpfs",
+        disk_is_memory=around[:1] == ["tmpfs"],
     )
 
 
@@ -209,15 +212,6 @@ def _memory_and_swap() -> tuple[int, int]:
     except (OSError, ValueError, KeyError):  # no group, no limit ("max"), or an older kernel
         return memory, swap
     return min(memory, left), 0 if left < memory else swap
-
-
-def _file_system(directory: Path) -> str:
-    """The type of the file system that a directory lies in."""
-    mounts: dict[str, str] = {}  # the last mount at a place is the one that is seen
-    for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
-        fields, _, kind = line.partition(" - ")
-        mounts[fields.split()[4]] = kind.split()[0]
-    return next((mounts[str(p)] for p in (directory, *directory.parents) if str(p) in mounts), "")
 
 
 def warn_of_slow_disk(plan: Plan, directory: Path) -> None:

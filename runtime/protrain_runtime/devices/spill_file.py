@@ -126,26 +126,10 @@ class SpillFile:
 
     def read(self, offset: int, target: memoryview) -> None:
         """Fill `target`.  # uint8"""
-        if self._requests is None:
+        requests, block = self._requests, self.alignment.block
+        if requests is None or not target:
             self._pread(offset, target)
-        elif target:
-            self._read_blocks(self._requests, offset, target)
-
-    def write(self, offset: int, source: memoryview) -> None:
-        """Write `source`.  # uint8"""
-        if self._requests is None:
-            self._pwrite(offset, source)
-        elif source:
-            self._write_blocks(self._requests, offset, source)
-
-    def close(self) -> None:
-        """Free the file; what is in flight has ended before."""
-        if self._requests is not None:
-            self._requests.close()
-        self._file.close()
-
-    def _read_blocks(self, requests: "_Requests", offset: int, target: memoryview) -> None:
-        block = self.alignment.block
+            return
 
         def fill(start: int, stop: int) -> None:
             """Read a range: straight to its place, or whole blocks to staging and from there."""
@@ -160,8 +144,12 @@ class SpillFile:
 
         requests.run(fill, self._cuts(offset, offset + len(target), target))
 
-    def _write_blocks(self, requests: "_Requests", offset: int, source: memoryview) -> None:
-        end, block = offset + len(source), self.alignment.block
+    def write(self, offset: int, source: memoryview) -> None:
+        """Write `source`.  # uint8"""
+        requests, block, end = self._requests, self.alignment.block, offset + len(source)
+        if requests is None or not source:
+            self._pwrite(offset, source)
+            return
         low, high = in_blocks(offset, block), end // block * block
         if high < low:  # inside one block
             requests.edges.change(offset, source)
@@ -182,6 +170,12 @@ class SpillFile:
                 self._pwrite(start, room[: stop - start])
 
         requests.run(bring, list(_spans(low, high)))
+
+    def close(self) -> None:
+        """Free the file; what is in flight has ended before."""
+        if self._requests is not None:
+            self._requests.close()
+        self._file.close()
 
     def _cuts(self, offset: int, end: int, target: memoryview) -> list[tuple[int, int]]:
         """The ranges to read: edges by themselves only where what is between needs no staging."""

@@ -303,12 +303,13 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
         filled, taken = (inside, beside) if writes else (beside, inside)
         return partial(torch._foreach_copy_, filled, taken, non_blocking=True)
     start = store.start_write if writes else store.start_read
+    return partial(do_all, [partial(start, *pair) for pair in pairs])
 
-    def each() -> None:
-        for offset, tensor in pairs:
-            start(offset, tensor)
 
-    return each
+def do_all(works: Sequence[Callable[[], None]]) -> None:
+    """Do works one after the other."""
+    for work in works:
+        work()
 
 
 class SplitStore(HostStore):
@@ -364,12 +365,7 @@ class SplitStore(HostStore):
             for store, own in self.divided(pairs).items()
             if tier in (None, "disk" if store is self._stores[1] else "host")
         ]
-
-        def each() -> None:
-            for work in works:
-                work()
-
-        return each
+        return partial(do_all, works)
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         store, place = self._places[index := bisect_right(self._starts, offset) - 1]

@@ -10,10 +10,10 @@ the process that goes on: what would need either is refused there.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -52,9 +52,9 @@ class Turns:
         """Whether this process is a fork of the one that prepared the model."""
         return forks() != self._process
 
-    def at_home(self, what: str) -> None:
-        """TurnError, saying `what`, in a forked process."""
-        if self.forked:
+    def at_home(self, what: str, needed: Collection[object]) -> None:
+        """TurnError, saying `what`, in a forked process, where that needs what only one has."""
+        if needed and self.forked:
             raise TurnError(
                 f"{what} in a forked process: the transfers of the plan are carried out by threads"
                 " and with files of the process that called prepare()",
@@ -99,13 +99,6 @@ class Turns:
         finally:
             if holder is mine:
                 del self._now[None]
-
-    def torn(self, what: str) -> NoReturn:
-        """TurnError: a step has begun while values were read."""
-        raise TurnError(
-            f"another thread trained while {what} was called: some values are of before its step",
-            fix="call it between the steps of the thread that trains",
-        )
 
 
 def in_turn(

@@ -290,13 +290,6 @@ def check_stepped(
                 )
 
 
-def refuse_masters(optimizer: PlannedOptimizer) -> None:
-    """ProtrainError where an optimizer cannot step on masters batch by batch, as all plans do."""
-    trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-    if (first := next(trained, None)) is not None:
-        rules_of(optimizer).of(first.dtype, first.shape, parameter=first)
-
-
 def rules_of(optimizer: PlannedOptimizer) -> UpdateRules:
     """The rules of the optimizer with the options of its groups."""
     members = {p: place for place, g in enumerate(optimizer.param_groups) for p in g["params"]}
@@ -341,7 +334,24 @@ model in mind."""
 
 def model_tensors(model: nn.Module) -> tuple[str, ...]:
     """All parameters and buffers of the model in lines, as a profile and its plans keep them."""
-    return _folded(_contents(model))
+    entries = [(tuple(name.split(".")), content) for name, content in _contents(model).items()]
+    # Names that differ in one integer that counts up become one: the last integer first.
+    for place in reversed(range(max((len(parts) for parts, _ in entries), default=0))):
+        groups: dict[object, list[tuple[tuple[str, ...], str]]] = {}
+        for parts, content in entries:
+            counted = place < len(parts) and parts[place].isdecimal()
+            key = (parts[:place], parts[place + 1 :], content) if counted else (parts, content)
+            groups.setdefault((counted, key), []).append((parts, content))
+        entries = []
+        for group in groups.values():
+            numbers = [parts[place] if place < len(parts) else "" for parts, _ in group]
+            for run in runs(numbers, [None] * len(numbers)):
+                parts, content = group[run[0]]
+                if len(run) > 1:
+                    count = f"{numbers[run[0]]}-{numbers[run[-1]]}"
+                    parts = (*parts[:place], count, *parts[place + 1 :])
+                entries.append((parts, content))
+    return tuple(f"{'.'.join(parts)} {content}" for parts, content in entries)
 
 
 def model_changes(planned: Iterable[str], model: nn.Module, units: Sequence[UnitPlan]) -> list[str]:
@@ -379,27 +389,6 @@ def _contents(model: nn.Module) -> dict[str, str]:
         alone = f"{shape} {str(tensor.dtype).removeprefix('torch.')} {role}"
         contents[name] = alone if first == name else f"tied to {first}"
     return contents
-
-
-def _folded(contents: Mapping[str, str]) -> tuple[str, ...]:
-    """Names that differ in one integer that counts up become one: the last integer first."""
-    entries = [(tuple(name.split(".")), content) for name, content in contents.items()]
-    for place in reversed(range(max((len(parts) for parts, _ in entries), default=0))):
-        groups: dict[object, list[tuple[tuple[str, ...], str]]] = {}
-        for parts, content in entries:
-            counted = place < len(parts) and parts[place].isdecimal()
-            key = (parts[:place], parts[place + 1 :], content) if counted else (parts, content)
-            groups.setdefault((counted, key), []).append((parts, content))
-        entries = []
-        for group in groups.values():
-            numbers = [parts[place] if place < len(parts) else "" for parts, _ in group]
-            for run in runs(numbers, [None] * len(numbers)):
-                parts, content = group[run[0]]
-                if len(run) > 1:
-                    count = f"{numbers[run[0]]}-{numbers[run[-1]]}"
-                    parts = (*parts[:place], count, *parts[place + 1 :])
-                entries.append((parts, content))
-    return tuple(f"{'.'.join(parts)} {content}" for parts, content in entries)
 
 
 def _change(before: str | None, after: str | None) -> str:

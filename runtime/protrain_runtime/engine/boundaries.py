@@ -101,6 +101,7 @@ class Boundaries:
         self._model = model
         self._blocks = frozenset(module for module in self._units if module is not None)
         self._names, self._turns = tuple(names), turns
+        self._words = [*map(repr, names)] or [f"unit {index}" for index in range(len(units))]
         self._thread = 0  # that runs the forward
         self._undo = ExitStack()
         self._step = 0  # counts forwards, so that hooks know an abandoned graph
@@ -160,7 +161,17 @@ class Boundaries:
         # Backward may still come through the last forward: what is evaluated leaves that alone.
         awaits_backward = self._training and not self._backward_began and self.graph_lives
         if awaits_backward and not torch.is_grad_enabled():
-            return self._run_between(call)
+            self._training = False
+            try:
+                self._listener.begin_between()
+                result = self._run_forward(call)
+                self._listener.end_forward()
+            except BaseException:
+                self._step += 1  # the forward that waits is given up as well
+                self._listener.abort()
+                raise
+            self._training = True
+            return result
         self._step += 1
         self._backward_began = False
         self._training = torch.is_grad_enabled()
@@ -194,26 +205,15 @@ class Boundaries:
         """Whether a block may begin in a checkpoint's function: in a block none does."""
         if self._in_block or self._unit == len(self._units) - 1:
             return False
-        module = own_checkpoints.module_of(function)
-        return module is None or not self._blocks.isdisjoint(module.modules())
+        while isinstance(function, partial):
+            function = function.func
+        module = getattr(function, "__self__", function)  # it is one, or its method
+        return not isinstance(module, nn.Module) or not self._blocks.isdisjoint(module.modules())
 
     @property
     def graph_lives(self) -> bool:
         """Whether anybody holds the graph of the last training forward."""
         return self._graph is not None and self._graph() is not None
-
-    def _run_between(self, call: Callable[[], object]) -> object:
-        self._training = False
-        try:
-            self._listener.begin_between()
-            result = self._run_forward(call)
-            self._listener.end_forward()
-        except BaseException:
-            self._step += 1  # the forward that waits is given up as well
-            self._listener.abort()
-            raise
-        self._training = True
-        return result
 
     @property
     def running(self) -> bool:
@@ -243,7 +243,7 @@ class Boundaries:
         def before(_: nn.Module, *given: object) -> None:  # arguments: positional, and by name
             if self._unit < 0 and self._training and in_backward():
                 raise RuntimeError(
-                    f"{self._name(index)} was called in backward, as code that recomputes it does:"
+                    f"{self._words[index]} was called in backward, as code that recomputes it does:"
                     " a plan says itself what is recomputed, in place of"
                     " torch.utils.checkpoint.checkpoint, but of no other function. Call the block"
                     " without it"
@@ -253,7 +253,7 @@ class Boundaries:
             here = threading.get_ident() == self._thread
             if self._turns is not None and not here and not in_backward():
                 raise TurnError(
-                    f"{self._name(index)} was called in thread '{threading.current_thread().name}'"
+                    f"{self._words[index]} was called in thread '{threading.current_thread().name}'"
                     " while the model's forward runs in another: a model under a plan is used by"
                     " one thread at a time",
                     fix="call blocks where the model is called, and the model in one thread",
@@ -263,9 +263,9 @@ class Boundaries:
                 own_checkpoints.refuse_around(self._model, module)
             if self._training and index <= self._unit:
                 again = index == self._unit
-                what = "a second time" if again else f"after {self._name(self._unit)}"
+                what = "a second time" if again else f"after {self._words[self._unit]}"
                 raise RuntimeError(
-                    f"{self._name(index)} was called {what} in one forward, and the plan was made"
+                    f"{self._words[index]} was called {what} in one forward, and the plan was made"
                     " for blocks that run once, in the profiled order: they may be skipped, not"
                     " repeated or moved. Profile the model as it runs now"
                 )
@@ -287,9 +287,6 @@ class Boundaries:
                 self._listener.enter(index + 1, ())
 
         self._undo.callback(watch_calls(module, before, after))
-
-    def _name(self, index: int) -> str:
-        return repr(self._names[index]) if self._names else f"unit {index}"
 
     def _watch(self, tensors: Sequence[torch.Tensor], slot: int) -> Callable[..., None]:
         """Enter `slot` at the first complete gradient; returns what the graph holds."""

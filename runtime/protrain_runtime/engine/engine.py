@@ -162,7 +162,7 @@ class Engine:
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
 
     def begin(self, *, training: bool) -> None:
-        self._at_home("the model was called", self.lanes if training else self._offloaded)
+        self.turns.at_home("the model was called", self.lanes if training else self._offloaded)
         if self.recorder is not None or not training:
             self.end_updates()
         if training:
@@ -215,7 +215,7 @@ class Engine:
 
     def begin_between(self) -> None:
         """The model is evaluated, perhaps while its last forward waits for its backward."""
-        self._at_home("the model was evaluated", self._offloaded)
+        self.turns.at_home("the model was evaluated", self._offloaded)
         self.end_updates()
         self._evaluation = self._evaluated(self._offloaded)
         self._enter(0, ())
@@ -231,7 +231,7 @@ class Engine:
     def _enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         evaluating = self._state.phase is Phase.EVALUATING
         if not evaluating:
-            self._at_home("backward ran", self.lanes)
+            self.turns.at_home("backward ran", self.lanes)
         if self._evaluation is not None:
             if evaluating:
                 self._state.evaluate(slot)
@@ -314,22 +314,19 @@ class Engine:
             with plainly():
                 for chunk in self.consuming:
                     chunk.show_consumed()
-                    self._look_at_gradients(chunk)
+                    for part in chunk.slices:
+                        gradient = part.parameter.grad
+                        if isinstance(gradient, ConsumedGradient):
+                            self._shown.append(part)
+                        elif gradient is not None and self._state.updated:
+                            self._state.phase = Phase.TORN
+                            raise RuntimeError(
+                                f"a gradient of {part.name!r} came after the plan had updated it:"
+                                " it was used outside of the units that read it when the model was"
+                                " profiled. Profile the model as it runs now, and go on from a"
+                                " checkpoint"
+                            )
             self._observe("backward ended")
-
-    def _look_at_gradients(self, chunk: Chunk) -> None:
-        """Note whose gradients were taken; RuntimeError where one came after its update."""
-        for part in chunk.slices:
-            gradient = part.parameter.grad
-            if isinstance(gradient, ConsumedGradient):
-                self._shown.append(part)
-            elif gradient is not None and self._state.updated:
-                self._state.phase = Phase.TORN
-                raise RuntimeError(
-                    f"a gradient of {part.name!r} came after the plan had updated it: it was used"
-                    " outside of the units that read it when the model was profiled. Profile the"
-                    " model as it runs now, and go on from a checkpoint"
-                )
 
     def _let_last(self) -> None:
         """Keep buffers of chunks that a step has shown to be used in their slots alone."""
@@ -341,13 +338,6 @@ class Engine:
         for chunk in [chunk for chunk in self._unseen if skipped.isdisjoint(chunk.used_by)]:
             self._unseen.remove(chunk)
             chunk.last(lasts=never.isdisjoint(chunk.used_by))
-
-    def _note_held(self, unit: int, released: Sequence[torch.Tensor]) -> None:
-        """Note that the model holds what a slot has released."""
-        held = [each.untyped_storage() for each in released if is_held(each)]
-        self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
-        if held:
-            self._passed_on.add(unit)
 
     def abort(self) -> None:
         """The model raised, on this rank perhaps alone."""
@@ -459,14 +449,9 @@ class Engine:
                         return False
         return True
 
-    def _at_home(self, what: str, needed: Collection[object]) -> None:
-        """TurnError, saying `what`, in a forked process, where that needs what only one has."""
-        if needed:
-            self.turns.at_home(what)
-
     def settle(self, what: str, *, outside: bool = False) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not."""
-        self._at_home(what, self._offloaded)
+        self.turns.at_home(what, self._offloaded)
         self.turns.check(what)
         if self._modified or outside:
             self.outside(what)
@@ -491,7 +476,7 @@ class Engine:
 
     def check_step(self) -> None:
         """RuntimeError where `optimizer.step()` does not belong."""
-        self._at_home("optimizer.step() was called", self._offloaded)
+        self.turns.at_home("optimizer.step() was called", self._offloaded)
         self.outside("optimizer.step() was called")
         state = self._state
         if state.phase in (Phase.STEPPING, Phase.TORN):
@@ -737,7 +722,10 @@ class Engine:
             chunk.refuse_written(forward=slot.forward)
             released = chunk.release(chunk.every_group, looks=True)
             if released:
-                self._note_held(unit, released)
+                held = [each.untyped_storage() for each in released if is_held(each)]
+                self._lingering += [(unit, StorageWeakRef(storage)) for storage in held]
+                if held:  # by the model
+                    self._passed_on.add(unit)
                 self._moves.buffers.give_up(released)
             del released
         for number in slot.finish:

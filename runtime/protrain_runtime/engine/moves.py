@@ -36,6 +36,7 @@ from protrain_runtime.devices.stores import (
     SplitStore,
     Store,
     copies,
+    do_all,
 )
 from protrain_runtime.engine.reductions import Reductions, Work
 from protrain_runtime.ranks.group import Ranks
@@ -317,7 +318,10 @@ class Moves:
                     number, move, chunk, states, updating=updating
                 )
             case "swap out":
-                return self._swap_out(number, move)
+                swapped = self._swapped[move.unit].in_share(move.share)
+                self._leaving[number] = storages = list(swapped)
+                leaving = [(s.offset, s.source) for s in storages if s.source is not None]
+                return copies(self._swap_store(move), leaving, writes=True)
             case "swap in":
                 return self._swap_in(number, move)
             case "spill gradients":
@@ -435,19 +439,14 @@ class Moves:
         if sharding.common is not None:
             assert sharding.common.store is not None
             reads.append(copies(sharding.common.store, shared, writes=False))
-
-        def work() -> None:
-            for read in reads:
-                read()
-
-        return work
+        return partial(do_all, reads)
 
     def all_gather(self, chunk: Chunk, groups: Iterable[int], *, lent: bool = False) -> Work:
         """Bring the other ranks' ranges of groups; shards on the device are read by it."""
         sharding, own = chunk.sharding, chunk.own
         assert sharding is not None
         ranks = sharding.ranks
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        gathers: list[Work] = []
         for number in groups:
             if (buffer := chunk.buffers.get(number)) is None:
                 buffer = chunk.room(number, self.buffers.new, lent=lent)
@@ -456,13 +455,9 @@ class Moves:
                 if isinstance(own.store, DeviceStore):
                     place = own.current.offset + own.groups[number].offset + region.own
                     mine = own.store.view(place, region.shard)
-                pairs.append((region.whole(buffer, ranks.num_shards), mine))
-
-        def work() -> None:
-            for whole, mine in pairs:
-                ranks.all_gather(whole, mine)
-
-        return work
+                whole = region.whole(buffer, ranks.num_shards)
+                gathers.append(partial(ranks.all_gather, whole, mine))
+        return partial(do_all, gathers)
 
     def update_shard(self, chunk: Chunk) -> None:
         """The optimizer's step on a shard on the device, by the thread that computes."""
@@ -495,11 +490,6 @@ class Moves:
                 used.append(0)
             storage.offset = regions[place][0] + used[place]
             used[place] += size
-
-    def _swap_out(self, number: int, move: Move) -> Work:
-        storages = self._leaving[number] = list(self._swapped[move.unit].in_share(move.share))
-        leaving = [(s.offset, s.source) for s in storages if s.source is not None]
-        return copies(self._swap_store(move), leaving, writes=True)
 
     def _swap_in(self, number: int, move: Move) -> Work:
         storages = self._arriving[number] = list(self._swapped[move.unit].in_share(move.share))

@@ -10,13 +10,14 @@ earlier ones, as FSDP2 adds them. The shard stands on the device until the last 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from protrain_runtime.contract.program.program import Move, Program, gradient_home
 from protrain_runtime.contract.records.plan import Placement
 from protrain_runtime.devices.lanes import Backend
-from protrain_runtime.devices.stores import DeviceStore, Store
+from protrain_runtime.devices.stores import DeviceStore, Store, copies, do_all
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, dense, flat_storage_order
 from protrain_runtime.states.stand_ins import (
@@ -83,13 +84,8 @@ class Reductions:
                 flat.mul_(1.0 / self._ranks.count)
             gradients[index] = flat
         total = self._sums[number] = _Sum(gradients, parts, present, self._counts(present))
-
-        def work() -> None:
-            self._ranks.all_reduce(total.counts)
-            for flat in gradients.values():
-                self._ranks.all_reduce(flat)
-
-        return work
+        summed = (total.counts, *gradients.values())
+        return partial(do_all, [partial(self._ranks.all_reduce, each) for each in summed])
 
     def _counts(self, present: Sequence[bool]) -> torch.Tensor:
         # Not from a list, which the host would wait to have copied.
@@ -237,9 +233,4 @@ class Reductions:
             shard = self._leaving.pop((move.unit, group), None)
             if shard is not None:
                 writes.append((own.gradient_offset + sharding.gradient_range(group)[0], shard))
-
-        def work() -> None:
-            for offset, shard in writes:
-                store.start_write(offset, shard)
-
-        return work, [shard for _, shard in writes]
+        return copies(store, writes, writes=True), [shard for _, shard in writes]

@@ -60,7 +60,7 @@ class FullParameters:
             return self
         with self._engine.together("full_parameters()"):
             self._engine.settle("full_parameters() was entered", outside=True)
-            check_free(self.num_bytes, device_of(self._model), "the parameters")
+            check_free(self.num_bytes, device_of(self._model))
         what = ", modify=True" if self._modify else ""
         self._engine.gather(self._chunks, f"full_parameters(model{what})", modify=self._modify)
         return self

@@ -72,7 +72,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # The groups are the inner optimizer's, not copies: one set of options.
         self.inner.param_groups, self.inner.state = groups, states
         self.__dict__["param_groups"] = groups
-        self.__dict__["state"] = PlannedStates(self.inner)
+        self._states = self.__dict__["state"] = PlannedStates(self.inner)
 
     @property
     def kind(self) -> type[torch.optim.Optimizer]:
@@ -85,11 +85,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._persistent = [chunk for chunk in chunks if chunk.store is None]
         self._engine = engine
         self._states.attach(self._chunks, engine)
-
-    @property
-    def _states(self) -> PlannedStates:
-        states: PlannedStates = self.__dict__["state"]
-        return states
 
     def __getattr__(self, name: str) -> Any:
         """Give what the user's class adds: attributes, and methods, which see this optimizer.

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import overridden
-from protrain_runtime.devices.turns import Turns
+from protrain_runtime.devices.turns import TurnError, Turns
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import CHECKPOINT_LIMIT_S, Ranks
@@ -304,7 +304,11 @@ class _Listing(local):
                 value = self._read[name] = read_values(*found)
             state[prefix + own] = value
         if self._engine.turns.num_steps != self._num_steps:
-            self._engine.turns.torn("state_dict()")
+            raise TurnError(
+                "another thread trained while state_dict() was called: some values are of before"
+                " its step",
+                fix="call it between the steps of the thread that trains",
+            )
         if self._top is not None and module is self._top():
             self._top = None
 

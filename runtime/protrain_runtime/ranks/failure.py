@@ -59,13 +59,6 @@ def known(error: RanksError) -> RanksError:
     return error
 
 
-def known_error(error: BaseException | None) -> RanksError | None:
-    """Return the error that came from the others, also where it ended work on a lane."""
-    while error is not None and not (isinstance(error, RanksError) and error.known):
-        error = error.__cause__
-    return error
-
-
 def abandoned(rank: int, count: int) -> RanksError:
     """Make the error for a store that is gone."""
     message = (
@@ -119,7 +112,10 @@ class Meeting:
 
     def report(self, error: BaseException, what: str, *, final: bool) -> None:
         """Report an error to the others, unless they know it."""
-        if known_error(error) is not None or self._last == id(error):
+        cause: BaseException | None = error  # it may have come from them, and ended work on a lane
+        while cause is not None and not (isinstance(cause, RanksError) and cause.known):
+            cause = cause.__cause__
+        if cause is not None or self._last == id(error):
             return
         self._last = id(error)
         kind, text = type(error).__name__, (str(error).splitlines() or [""])[0][:_LONGEST_REASON]

@@ -192,13 +192,6 @@ _ALIKE = {
 }
 
 
-def _of_this_world() -> None:
-    """Forget the groups of a world that is gone."""
-    if _world[0] is not dist.group.WORLD:
-        _groups.clear()
-        _world[0] = dist.group.WORLD
-
-
 def leave() -> None:
     """Release all groups, before the world that they are in is destroyed.
 
@@ -208,12 +201,14 @@ def leave() -> None:
     """
     gc.collect()
     _groups.clear()
-    _of_this_world()
+    _world[0] = dist.group.WORLD
 
 
 def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.ProcessGroup:
     """The group of these ranks, kept: one made anew would find its old addresses at the store."""
-    _of_this_world()
+    if _world[0] is not dist.group.WORLD:  # the world of the others is gone
+        _groups.clear()
+        _world[0] = dist.group.WORLD
     key = members, backend, limit_s
     if key not in _groups:
         _groups[key] = dist.new_group(

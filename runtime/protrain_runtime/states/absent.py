@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.units import format_bytes
+from protrain_runtime.states.chunks import refuse_reading
 from protrain_runtime.states.quantized import carry_scales, name_scales, packed_layers
 from protrain_runtime.states.stand_ins import Elsewhere, come_back, hollow, send_away
 
@@ -132,17 +133,15 @@ def parameters_in_files(directory: Path) -> Iterator[None]:
     known = WeakTensorKeyDictionary()  # where parameters lie that are in files
 
     def to_file(parameter: Any) -> None:
-        if is_lazy(parameter) or parameter.device.type != "cpu" or parameter.nbytes < _FILE_FROM:
+        if parameter is None or is_lazy(parameter):
+            return
+        if parameter.device.type != "cpu" or parameter.nbytes < _FILE_FROM:
             return
         storage = parameter.untyped_storage()
         alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # the parameter, and this name
         if alone and storage.data_ptr() != known.get(parameter):
             parameter.data = _in_file(parameter.data, directory)
             known[parameter] = parameter.untyped_storage().data_ptr()
-
-    def registered(_: nn.Module, __: str, parameter: Any) -> None:
-        if parameter is not None:
-            to_file(parameter)
 
     def applied(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
         apply(module, convert, recurse)
@@ -151,7 +150,7 @@ def parameters_in_files(directory: Path) -> Iterator[None]:
         return module
 
     with (
-        register_module_parameter_registration_hook(registered),
+        register_module_parameter_registration_hook(lambda *given: to_file(given[-1])),
         replaced(nn.Module, "_apply", applied),
     ):
         yield
@@ -212,7 +211,7 @@ def give_places(
         _place_buffers(model, device, undo)
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
-                undo.callback(_place(name, parameter, device, away=parameter in below))
+                _place(name, parameter, device, undo, away=parameter in below)
             elif parameter.device != device:
                 undo.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = parameter.data.to(device)
@@ -237,22 +236,21 @@ def holding_nothing(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _place(
-    name: str, parameter: nn.Parameter, device: torch.device, *, away: bool
-) -> Callable[[], None]:
-    """Put a parameter of `meta` on the device; returns the undo."""
+    name: str, parameter: nn.Parameter, device: torch.device, undo: ExitStack, *, away: bool
+) -> None:
+    """Put a parameter of `meta` on the device."""
     shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
     if not away:
         values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        return _exchange(parameter, values)
-    exchange = _exchange(parameter, hollow(dtype, device, shape))
-    place = Elsewhere(name=name, stride=stride, bring=_refuse, values=partial(_refuse, name))
+        undo.callback(_exchange(parameter, values))
+        return
+    undo.callback(_exchange(parameter, hollow(dtype, device, shape)))
+    refuse = partial(
+        refuse_reading, why="{!r} has no values yet: prepare() reads them when all is in place"
+    )
+    place = Elsewhere(name=name, stride=stride, bring=refuse, values=partial(refuse, name))
     send_away((parameter, place))
-
-    def back() -> None:
-        come_back(parameter)
-        exchange()
-
-    return back
+    undo.callback(come_back, parameter)
 
 
 def _exchange(parameter: nn.Parameter, values: torch.Tensor) -> Callable[[], None]:
@@ -262,10 +260,6 @@ def _exchange(parameter: nn.Parameter, values: torch.Tensor) -> Callable[[], Non
     carry_scales(parameter, made, partial(torch.empty_like, device=values.device))
     swap_tensors(parameter, made)  # `made` is the one on `meta` now
     return partial(swap_tensors, parameter, made)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise RuntimeError(f"{name!r} has no values yet: prepare() reads them when all is in place")
 
 
 def _place_buffers(model: nn.Module, device: torch.device, undo: ExitStack) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from weakref import ref
 
 import torch
@@ -169,13 +169,6 @@ class Cut(NamedTuple):
     least: int = 1
     most: int = sys.maxsize
 
-    @staticmethod
-    def of(rule: UpdateRule) -> "Cut":
-        """The optimizer's; none where it cannot cut the parameter."""
-        if rule.reason:
-            return Cut(least=sys.maxsize)
-        return Cut(rule.unit, rule.least, rule.unit if rule.compiled else sys.maxsize)
-
     def before(self, element: int, count: int) -> int:
         """The last place for a cut up to `element`, of a parameter of `count`; 0: none."""
         place = min(element, count - self.least) // self.unit * self.unit
@@ -230,7 +223,11 @@ class Chunk:
     groups: tuple[Group, ...]
     used_by: tuple[int, ...]
     slices: tuple[Slice, ...] = field(init=False)  # those of the groups
+    parameters: list[nn.Parameter] = field(init=False)
+    every_group: range = field(init=False)
     group_bytes: tuple[int, ...] = field(init=False)
+    parameter_bytes: int = field(init=False)  # with the padding between parameters
+    gradient_bytes: int = field(init=False)
     store: Store | None = None
     current: Copy = field(default_factory=Copy)
     spare: Copy | None = None
@@ -277,7 +274,11 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.slices = tuple(part for group in self.groups for part in group.slices)
+        self.parameters = [part.parameter for part in self.slices]
+        self.every_group = range(len(self.groups))
         self.group_bytes = tuple(group.num_bytes for group in self.groups)
+        self.parameter_bytes = sum(self.group_bytes)
+        self.gradient_bytes = sum(group.gradient_bytes for group in self.groups)
 
     @property
     def own(self) -> "Chunk":
@@ -297,28 +298,11 @@ class Chunk:
         self.speculated = None
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [part.parameter for part in self.slices]
-
-    @property
     def num_trainable(self) -> int:
         """Trainable elements; of a shared chunk, with the padding between them."""
         if self.element_bytes:
             return self.gradient_bytes // self.element_bytes
         return sum(part.numel for part in self.slices if part.trainable)
-
-    @property
-    def parameter_bytes(self) -> int:
-        """With the padding between parameters."""
-        return sum(group.num_bytes for group in self.groups)
-
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(group.gradient_bytes for group in self.groups)
-
-    @property
-    def every_group(self) -> range:
-        return range(len(self.groups))
 
     def size(self, rules: UpdateRules) -> ChunkSize:
         """The sizes from which a program is compiled."""
@@ -373,9 +357,13 @@ class Chunk:
         return element
 
     def cut_of(self, part: Slice) -> "Cut":
-        """Where ranges of a parameter may begin."""
+        """Where ranges of a parameter may begin; nowhere if its optimizer cannot cut it."""
         rule = self.rules.get(part.name)
-        return Cut() if rule is None else Cut.of(rule)
+        if rule is None:
+            return Cut()
+        if rule.reason:
+            return Cut(least=sys.maxsize)
+        return Cut(rule.unit, rule.least, rule.unit if rule.compiled else sys.maxsize)
 
     def room(
         self, number: int, empty: Callable[[int], torch.Tensor], *, lent: bool = False
@@ -498,7 +486,8 @@ class Chunk:
             if part.trainable:
                 self.aside[part.name] = part.parameter.data
                 place = self._place(part)
-                place.stride, place.bring = part.parameter.stride(), refuse_early_reading
+                place.stride = part.parameter.stride()
+                place.bring = partial(refuse_reading, why=_READ_EARLY)
                 send_away((part.parameter, place))
 
     def put_back(self) -> None:
@@ -639,25 +628,23 @@ def bring_foreign(chunks: Iterable[Chunk]) -> None:
         parameter.grad = values
 
 
-def refuse_reading(name: str) -> None:
+_READ_AWAY = (
+    "the values of {!r} are not on the device: the plan keeps them below it, or shared among the"
+    " devices, between its uses. Read them inside `with protrain_runtime.full_parameters(model):`,"
+    " and write them with modify=True there. For gradients of some parameters (inputs=,"
+    " torch.autograd.grad) call loss.backward(), with requires_grad_(False) on the others before"
+    " the forward; optimizers besides that of prepare() become groups of it (param_groups=)"
+)
+_READ_EARLY = (
+    "{!r} was read between its backward and optimizer.step(): this plan has updated it in backward."
+    " Read it before backward() or after the step, or plan with --clip: updates then come after"
+    " backward"
+)
+
+
+def refuse_reading(name: str, *, why: str = _READ_AWAY) -> NoReturn:
     """RuntimeError that names the way to a parameter that is away."""
-    raise RuntimeError(
-        f"the values of {name!r} are not on the device: the plan keeps them below it, or shared"
-        " among the devices, between its uses. Read them inside"
-        " `with protrain_runtime.full_parameters(model):`, and write them with modify=True there."
-        " For gradients of some parameters (inputs=, torch.autograd.grad) call loss.backward(),"
-        " with requires_grad_(False) on the others before the forward; optimizers besides that of"
-        " prepare() become groups of it (param_groups=)"
-    )
-
-
-def refuse_early_reading(name: str) -> None:
-    """RuntimeError of a parameter that is updated already, before its step has ended."""
-    raise RuntimeError(
-        f"{name!r} was read between its backward and optimizer.step(): this plan has updated it in"
-        " backward. Read it before backward() or after the step, or plan with --clip: updates then"
-        " come after backward"
-    )
+    raise RuntimeError(why.format(name))
 
 
 def read_values(

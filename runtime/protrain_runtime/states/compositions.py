@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_MARK = ":"
+MARK = ":"
+"""The end of the key of a state that says what others are put together to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +97,14 @@ def is_composed(value: object) -> bool:
     return isinstance(value, torch.Tensor) and bool(is_traceable_wrapper_subclass(value))
 
 
-def is_composition(key: str) -> bool:
-    """Whether a state of that key says what others are put together to."""
-    return key.endswith(_MARK)
-
-
 def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
     """The states of one parameter, with plain tensors for those that are made of others."""
     flat: dict[str, Any] = {}
     for key, value in state.items():
         if is_composed(value):
             how = Composition.of(value)
-            flat |= {f"{key}{_MARK}{part}": getattr(value, part) for part in how.parts}
-            flat[f"{key}{_MARK}"] = how
+            flat |= {f"{key}{MARK}{part}": getattr(value, part) for part in how.parts}
+            flat[f"{key}{MARK}"] = how
         else:
             flat[key] = value
     return flat
@@ -121,7 +117,7 @@ def put_together(flat: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
         if isinstance(how, Composition):
             del state[key]
             parts = {part: state.pop(f"{key}{part}") for part in how.parts}
-            state[key.removesuffix(_MARK)] = how.reshaped(shape).make(parts)
+            state[key.removesuffix(MARK)] = how.reshaped(shape).make(parts)
     return state
 
 

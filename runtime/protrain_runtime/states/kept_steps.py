@@ -82,7 +82,7 @@ class FusedAdam:
     def begin(self, options: Mapping[str, Any]) -> None:
         """Take this step's options, gradients and counters."""
         self._options = options
-        self._gradients: Any = [parameter.grad for parameter in self._parameters]
+        self.gradients: Any = [parameter.grad for parameter in self._parameters]
         self._counters = [state["step"] for state in self._states]
 
     def step(self) -> None:
@@ -95,7 +95,7 @@ class FusedAdam:
         kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         kernel(
             self._values,
-            self._gradients,
+            self.gradients,
             firsts,
             seconds,
             largest,
@@ -108,10 +108,6 @@ class FusedAdam:
             eps=options["eps"],
             maximize=options["maximize"],
         )
-
-    def end(self) -> None:
-        """Hold no gradients: they are others in the next step."""
-        self._gradients = []
 
     @staticmethod
     def takes(options: Mapping[str, Any]) -> bool:
@@ -170,13 +166,6 @@ class Range:
         if not self.kernels:
             self.worker.step()
 
-    def take_kernels(self) -> None:
-        """Step by kernels from now on, where these do all that the optimizer does."""
-        groups = self.worker.param_groups
-        if known(type(self.worker)).is_kernel and all(map(FusedAdam.takes, groups)):
-            states = self.worker.state
-            self.kernels = [FusedAdam(each["params"], states) for each in groups]
-
     def states(self) -> list[dict[str, Any]]:
         """Return the optimizer's states, by shadow."""
         return [self.worker.state[shadow.parameter] for shadow in self.shadows]
@@ -226,8 +215,10 @@ class KeptRanges:
             stored = waiting[name] if waits.get(name) else None
             place = (None, 0) if stored is None else (stored.store, stored.offset)
             self._sources.append(_Source(part, base, waits.get(name) is False, *place))
-        for each in ranges:
-            each.take_kernels()
+        for each in ranges:  # by kernels, where these do all that the optimizer does
+            groups, states = each.worker.param_groups, each.worker.state
+            if known(type(each.worker)).is_kernel and all(map(FusedAdam.takes, groups)):
+                each.kernels = [FusedAdam(group["params"], states) for group in groups]
         self._end()
 
     def begin(
@@ -302,4 +293,4 @@ class KeptRanges:
                 if not shadow.waits:
                     shadow.parameter.grad = None
             for kernel in each.kernels:
-                kernel.end()
+                kernel.gradients = []

@@ -184,20 +184,14 @@ def packed_like(weight: Any, values: torch.Tensor, *, eight: bool) -> Any:
             packed = kind(values, requires_grad=False, **settings)._quantize(values.device)
     finally:
         torch.set_default_dtype(before)
-    packed.__dict__[_PACKED_FROM] = values.dtype
+    packed.__dict__[PACKED_FROM] = values.dtype
     if not eight:
         packed.module = weight.__dict__.get("module")
     return packed
 
 
-_PACKED_FROM = "packed_from"
-
-
-def dtype_before(layer: Any) -> torch.dtype | None:
-    """The dtype that a packed weight was made of; None if unknown."""
-    state = getattr(layer.weight, STATE, None)
-    noted: torch.dtype | None = getattr(layer.weight, _PACKED_FROM, getattr(state, "dtype", None))
-    return noted
+PACKED_FROM = "packed_from"
+"""The attribute of a packed weight that is the dtype of the numbers it was made of."""
 
 
 def pack_absent(model: nn.Module) -> Callable[[], None]:

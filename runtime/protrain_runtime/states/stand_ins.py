@@ -14,7 +14,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from threading import local
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map
 
 from protrain_runtime.devices.lanes import num_holders
-from protrain_runtime.devices.stores import HostStore, Store
+from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.quantized import carry_scales
 
 plainly = torch._C.DisableTorchFunctionSubclass
@@ -161,12 +161,6 @@ class GradientInStore:
         if self.pinned:
             return True
         return lent is not None and num_holders(lent.untyped_storage()) > 1 + lent._is_view()
-
-    def in_host(self, low: int, high: int) -> torch.Tensor:
-        """A range of the elements where they lie in host memory.  # dtype [high - low]"""
-        assert isinstance(self.store, HostStore)
-        size = self.dtype.itemsize
-        return self.store.view(self.offset + low * size, (high - low) * size).view(self.dtype)
 
     def scale(self, factor: torch.Tensor) -> None:
         """Multiply the gradient by a scalar, later."""
@@ -497,16 +491,14 @@ def _with_values(parameter: nn.Parameter) -> nn.Parameter:
     return plain
 
 
-def _like(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _like(
+    make: Callable[..., torch.Tensor], parameter: AwayParameter, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """`make`, given one that is laid out as the parameter will be."""
-
-    def answer(parameter: AwayParameter, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.setdefault("device", parameter.device)
-        stride = place_of(parameter).stride
-        shaped = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device="meta")
-        return make(shaped, *args, **kwargs)
-
-    return answer
+    kwargs.setdefault("device", parameter.device)
+    stride = place_of(parameter).stride
+    shaped = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device="meta")
+    return make(shaped, *args, **kwargs)
 
 
 _PROPERTIES = (
@@ -533,15 +525,13 @@ _PARAMETER_LOOKS = {
 """Questions that tell nothing of a parameter's values."""
 
 
-def _by_kind(change: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _by_kind(
+    change: Callable[..., torch.Tensor], tensor: torch.Tensor, other: torch.Tensor
+) -> torch.Tensor:
     """Answer what asks of another tensor its shape or dtype alone."""
-
-    def answer(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, AwayParameter):
-            place_of(tensor).bring(place_of(tensor).name)
-        return change(tensor, other)
-
-    return answer
+    if isinstance(tensor, AwayParameter):
+        place_of(tensor).bring(place_of(tensor).name)
+    return change(tensor, other)
 
 
 _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -552,7 +542,7 @@ _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
         parameter.shape, place_of(parameter).stride, device="meta"
     ).is_contiguous(**kwargs),
     **{
-        asked: _by_kind(change)
+        asked: partial(_by_kind, change)
         for asked, change in (
             (torch.Tensor.view_as, lambda tensor, other: tensor.view(other.shape)),
             (torch.Tensor.reshape_as, lambda tensor, other: tensor.reshape(other.shape)),
@@ -563,7 +553,7 @@ _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__repr__: AwayParameter.__repr__,
     torch.Tensor.__format__: lambda parameter, _: repr(parameter),
     **{
-        make: _like(make)
+        make: partial(_like, make)
         for make in (
             *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
             *(torch.rand_like, torch.randn_like, torch.Tensor.new_empty, torch.Tensor.new_zeros),

@@ -114,7 +114,14 @@ class Training:
         self._give(rest)
         self.optimizer.step()
         self._give(dict.fromkeys(rest))
-        self._look()
+        # The tensors that the optimizer keeps.
+        optimizer = self.optimizer
+        held = _storages([own_attributes(optimizer), optimizer.state, optimizer.param_groups])
+        states = _storages([optimizer.state.get(one) for one in self.parameters])
+        for key in _storages(self.parameters):
+            held.pop(key, None)
+        self._held.append(sum(one.untyped_storage().nbytes() for one in held.values()))
+        self.beside = sum(one.numel() for key, one in held.items() if key not in states)
 
     def _give(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
         for number, gradient in gradients.items():
@@ -144,16 +151,6 @@ class Training:
         self._states |= {
             span: worker.state[shadow] for (shadow, *_), span in zip(members, spans, strict=True)
         }
-
-    def _look(self) -> None:
-        """Count the tensors that the optimizer keeps."""
-        optimizer = self.optimizer
-        held = _storages([own_attributes(optimizer), optimizer.state, optimizer.param_groups])
-        states = _storages([optimizer.state.get(one) for one in self.parameters])
-        for key in _storages(self.parameters):
-            held.pop(key, None)
-        self._held.append(sum(one.untyped_storage().nbytes() for one in held.values()))
-        self.beside = sum(one.numel() for key, one in held.items() if key not in states)
 
     def states_of(self, number: int) -> dict[str, Any]:
         """The states of a parameter, taken apart."""

@@ -6,6 +6,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,23 +25,22 @@ def refuse_conversions(model: nn.Module) -> Callable[[], None]:
     """Make `.to`, `.half` and the like raise if they would change a tensor; returns the undo."""
     stack = ExitStack()
     for module in model.modules():
-        stack.callback(overridden(module, "_apply", _guarded(module)))
+        stack.callback(overridden(module, "_apply", partial(_apply, module)))
     return stack.close
 
 
-def _guarded(module: nn.Module) -> Callable[..., nn.Module]:
-    def apply(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
-        tensors = (*module.parameters(recurse), *module.buffers(recurse))
-        for dtype, device, dim in {(t.dtype, t.device, t.dim()) for t in tensors}:
-            # Two elements each way: such a tensor has one memory format alone.
-            probe = torch.ones((2,) * dim, dtype=dtype, device=device)
-            if not _is_alike(convert(probe), probe):
-                raise RuntimeError(
-                    "the model follows a plan, and this would convert or move its tensors" + _FIX
-                )
-        return module
-
-    return apply
+def _apply(
+    module: nn.Module, convert: Callable[[torch.Tensor], Any], recurse: bool = True
+) -> nn.Module:
+    tensors = (*module.parameters(recurse), *module.buffers(recurse))
+    for dtype, device, dim in {(t.dtype, t.device, t.dim()) for t in tensors}:
+        # Two elements each way: such a tensor has one memory format alone.
+        probe = torch.ones((2,) * dim, dtype=dtype, device=device)
+        if not _is_alike(convert(probe), probe):
+            raise RuntimeError(
+                "the model follows a plan, and this would convert or move its tensors" + _FIX
+            )
+    return module
 
 
 def _is_alike(converted: Any, probe: torch.Tensor) -> bool:

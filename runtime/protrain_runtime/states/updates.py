@@ -350,8 +350,11 @@ class Piece:
             # Of one that waits some rank may have had it, or none.
             if waits and stored is not None and (stored.count is None or stored.count.item()):
                 elements = self.gradients.get(part.name)
-                if elements is None:
-                    elements = stored.in_host(low, high)
+                if elements is None:  # it lies in host memory
+                    assert isinstance(stored.store, HostStore)
+                    size = stored.dtype.itemsize
+                    values = stored.store.view(stored.offset + low * size, (high - low) * size)
+                    elements = values.view(stored.dtype)
                 # Here once, not in every thread: a factor may be on a device.
                 factors = [factor.to(elements.device) for factor in stored.factors]
             if elements is not None:

@@ -25,9 +25,9 @@ from protrain_runtime.states.chunks import (
     write_values,
 )
 from protrain_runtime.states.quantized import (
+    PACKED_FROM,
     ROW_SCALES,
     STATE,
-    dtype_before,
     of_eight_bits,
     packed_layers,
     packed_like,
@@ -283,14 +283,8 @@ class RowFormat:
             )
 
 
-def scale_values(model: nn.Module) -> Iterator[tuple[str, Value]]:
-    """Yield packed weights' tensors besides their bytes, in bitsandbytes' names and order."""
-    for name, layer in packed_layers(model):
-        yield from scales_beside(name, layer)
-
-
 def scales_beside(layer_name: str, layer: Any) -> Iterator[tuple[str, Value]]:
-    """The same of one layer."""
+    """Yield a packed weight's tensors besides its bytes, in bitsandbytes' names and order."""
     if of_eight_bits(layer):
         for path, tensor in scales_of(layer).items():
             yield f"{layer_name}.{path}".removeprefix("."), Held(tensor)
@@ -349,7 +343,8 @@ def unpacked_values(
             place: Callable[[torch.Tensor], object] = partial(write_values, *offloaded[name])
         else:
             place = layer.weight.data.copy_
-        dtype = dtype_before(layer) or torch.float16
+        known: torch.dtype | None = getattr(state, "dtype", None)
+        dtype = getattr(layer.weight, PACKED_FROM, known) or torch.float16
         shape = torch.Size(layer.weight.shape if state is None else state.shape)
         yield layer_name, name, Unpacked(layer, dtype, shape, place)
 

@@ -419,17 +419,14 @@ def _pieces(
     found: list[_Piece] = []
     for start, stop in pairwise(own.num_parameters * n // count for n in range(count + 1)):
         # Trainable parameters are as many bytes as their gradients.
-        states = _part(own.state_bytes, start, stop, own)
-        parameters = _part(own.gradient_bytes, start, stop, own)
+        states, parameters = (
+            size * stop // own.num_parameters - size * start // own.num_parameters
+            for size in (own.state_bytes, own.gradient_bytes)
+        )
         read = states + parameters_read * parameters
         share = written_share(own, start, stop) if in_place else (0.0, 0.0)
         found.append(_Piece(start, stop, read, states + parameters, share))
     return tuple(found)
-
-
-def _part(size: int, start: int, stop: int, chunk: ChunkSize) -> int:
-    """The bytes of the parameters `start:stop`, of `size` for all of a chunk's."""
-    return size * stop // chunk.num_parameters - size * start // chunk.num_parameters
 
 
 def _share_bytes(sizes: Sequence[int], share: tuple[float, float]) -> int:

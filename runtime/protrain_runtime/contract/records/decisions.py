@@ -75,12 +75,12 @@ def _activations_wording(form: Form, tier: TierName | None) -> Wording[Activatio
         return Wording(
             decision,
             f"swap-input{to}" if default else f"swap{to} and recompute {form}",
-            _sized("I", tier),
+            "i" if tier == "disk" else "I",
             f"swap{{s}} {its}{to} and recompute{{s}} the rest",
             f"swapping {the}{to} and recomputing the rest",
         )
     if tier:
-        verb, gerund, letter = "swap", "swapping", _sized("S", tier)
+        verb, gerund, letter = "swap", "swapping", "s" if tier == "disk" else "S"
     else:
         verb, gerund = ("recompute", "recomputing") if recomputes else ("keep", "keeping")
         letter = verb[0].upper() if default else verb[0]
@@ -148,10 +148,6 @@ def _placements() -> Iterator[Wording[Placement]]:
             doing += f" and updating them{there}{early}"
         decision = replace(placement, keep_gathered=gathered)
         yield Wording(decision, phrase, letters[gathered], does, doing)
-
-
-def _sized(letter: str, tier: TierName) -> str:
-    return letter.lower() if tier == "disk" else letter
 
 
 _ACTIVATIONS = tuple(_activations(("keep", "full", *_OTHER_FORMS)))

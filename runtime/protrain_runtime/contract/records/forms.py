@@ -170,11 +170,6 @@ def allowed_forms(allow: Collection[str], *, compiled: bool = False) -> tuple[st
     )
 
 
-def exactness_of(names: Collection[str]) -> Exactness:
-    """The grade of training with such forms."""
-    return least_exact(FORMS[name].exactness for name in names)
-
-
 def least_exact(grades: Iterable[Exactness]) -> Exactness:
     """The grade of training with parts of these grades."""
     return max(grades, key=get_args(Exactness).index, default="bitwise")

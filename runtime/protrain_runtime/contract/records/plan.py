@@ -11,7 +11,6 @@ from protrain_runtime.contract.records.forms import (
     FORMS,
     ROUNDING,
     Exactness,
-    exactness_of,
     least_exact,
     leaves_of,
 )
@@ -456,18 +455,19 @@ class Plan:
         if not is_accelerator(self.workload.device):
             return ()
         trained = {name for name, kind in unfolded(self.tensors).items() if kind.endswith(_TRAINED)}
-
-        def is_trained(unit: UnitPlan) -> bool:
+        found: list[UnitPlan] = []
+        for unit in self.units:
             inside = unit.kind == "block" and any(n.startswith(f"{unit.name}.") for n in trained)
-            return inside or not trained.isdisjoint(unit.parameters)
-
-        there = [unit for unit in self.units if unit.states.on_host]
-        return tuple(unit for unit in there if not self.tensors or is_trained(unit))
+            is_trained = inside or not trained.isdisjoint(unit.parameters)
+            if unit.states.on_host and (is_trained or not self.tensors):
+                found.append(unit)
+        return tuple(found)
 
     @property
     def opt_in(self) -> tuple[Exactness, tuple[str, ...]]:
         """The grade of the plan's forms and sums, and the opt-ins that they need."""
-        leaves, grade = leaves_of(self.forms), exactness_of(self.forms)
+        leaves = leaves_of(self.forms)
+        grade = least_exact(FORMS[form].exactness for form in self.forms)
         if not self.settings.adds_shards:
             return grade, leaves
         return least_exact([grade, ROUNDING]), tuple(dict.fromkeys([ROUNDING, *leaves]))

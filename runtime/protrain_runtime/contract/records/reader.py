@@ -49,7 +49,12 @@ def loads(kind: type[R], text: str, source: str | None = None) -> R:
         return cast(R, record.regraded())
     machine = document
     if isinstance(record, Profile):
-        _check_profile(record, document)
+        # Compiled blocks have no form that goes by what is inside, and others none of a graph.
+        for index, entry in enumerate(document.data["units"]):
+            for number, form in enumerate(cost["form"] for cost in entry["forms"]):
+                if why := misfit(form, compiled=bool(record.workload.compile)):
+                    where: Path = ("units", index, "forms", number, "form")
+                    raise document.error(f"{form!r} {why}", "profile again", at=where)
         machine = document.at("hardware")
     _refuse_twice(machine.at("tiers"), "name", "tier")
     return cast(R, record)
@@ -263,13 +268,3 @@ def _check_pipeline(plan: Plan, pipeline: PipelinePlan, document: Document) -> N
             if (place := names.index(name)) <= after or (after < 0 and place):
                 raise where.expected(names[0] if after < 0 else f"a unit behind {names[after]}")
             after = place
-
-
-def _check_profile(profile: Profile, document: Document) -> None:
-    """Compiled blocks have no form that goes by what is inside, and others none of a graph."""
-    for index, entry in enumerate(document.data["units"]):
-        for number, cost in enumerate(entry["forms"]):
-            form = cost["form"]
-            if why := misfit(form, compiled=bool(profile.workload.compile)):
-                where: Path = ("units", index, "forms", number, "form")
-                raise document.error(f"{form!r} {why}", "profile again", at=where)
