@@ -34,7 +34,9 @@ from protrain_runtime.engine.state import (
     MemorySnapshot,
     Phase,
     StepState,
+    has_no_gradients,
     memory_snapshot,
+    refuse_unzeroed_gradient,
     speculation_holds,
     unzeroed_gradient,
 )
@@ -178,7 +180,7 @@ class Engine:
         if self._state.slot >= 0:
             self._give_up()  # the last forward had no backward, or was cut short
         self._state.settle("a second forward began" if training else "the model was evaluated")
-        none = training and self._no_gradients()
+        none = training and has_no_gradients(self._chunks)
         if training:
             if not none:
                 bring_foreign(self._chunks)
@@ -440,15 +442,6 @@ class Engine:
                 " with --clip --accumulate"
             )
 
-    def _no_gradients(self) -> bool:
-        """There are none so far, or they were dropped: a loss scaler skips steps."""
-        with plainly():
-            for chunk in self._chunks:
-                for part in chunk.slices:
-                    if part.parameter.grad is not None:
-                        return False
-        return True
-
     def settle(self, what: str, *, outside: bool = False) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not."""
         self.turns.at_home(what, self._offloaded)
@@ -495,22 +488,7 @@ class Engine:
                 " backward() and optimizer.step(): this plan has updated it in backward. Plan with"
                 " --clip: updates then come after backward"
             )
-        if state.slot >= 0:
-            raise RuntimeError("optimizer.step() was called before backward() had ended")
-        count = state.micro_batches
-        if self._ranks is not None and 0 < state.num_backwards < count:
-            raise RuntimeError(
-                f"optimizer.step() was called after {state.num_backwards} of {count} micro-batches:"
-                f" this plan sums gradients over the devices in backward {count}. Run {count} per"
-                " step"
-            )
-        if state.updates_in_backward and state.num_backwards and not state.updated:
-            raise RuntimeError(
-                f"optimizer.step() was called after {state.num_backwards} of {count} micro-batches:"
-                f" this plan updates parameters in backward {count}. Run {count} per"
-                " step, or plan with --clip: updates then come after backward, however many there"
-                " were"
-            )
+        state.refuse_early_step(on_ranks=self._ranks is not None)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -644,13 +622,8 @@ class Engine:
         return EvaluationPass(chunks, self._moves, self._await_fetches, self._collect)
 
     def _begin_slot(self, index: int, inputs: Sequence[torch.Tensor]) -> None:
-        if index == self._num_units and (name := unzeroed_gradient(self.consuming)):
-            raise RuntimeError(
-                f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
-                " would add the next one to it, and this plan has used it up. Call"
-                " optimizer.zero_grad() between every optimizer.step() and the next backward(), of"
-                " another model too; to add gradients up, plan with --accumulate"
-            )
+        if index == self._num_units:
+            refuse_unzeroed_gradient(self.consuming)
         self._state.enter(index)
         slot = self._program.slots[index]
         # What the last step left has ended when backward begins: compute is behind all fetches.

@@ -10,7 +10,7 @@ import torch
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory, storage_bytes
 from protrain_runtime.states.chunks import Chunk
-from protrain_runtime.states.stand_ins import ConsumedGradient, UsedGradient
+from protrain_runtime.states.stand_ins import ConsumedGradient, UsedGradient, plainly
 
 
 class Phase(Enum):
@@ -116,6 +116,25 @@ class StepState:
                 " (optimizer.zero_grad())"
             )
 
+    def refuse_early_step(self, *, on_ranks: bool) -> None:
+        """RuntimeError where `optimizer.step()` comes before the last backward of an update."""
+        if self.slot >= 0:
+            raise RuntimeError("optimizer.step() was called before backward() had ended")
+        count = self.micro_batches
+        if on_ranks and 0 < self.num_backwards < count:
+            raise RuntimeError(
+                f"optimizer.step() was called after {self.num_backwards} of {count} micro-batches:"
+                f" this plan sums gradients over the devices in backward {count}. Run {count} per"
+                " step"
+            )
+        if self.updates_in_backward and self.num_backwards and not self.updated:
+            raise RuntimeError(
+                f"optimizer.step() was called after {self.num_backwards} of {count} micro-batches:"
+                f" this plan updates parameters in backward {count}. Run {count} per"
+                " step, or plan with --clip: updates then come after backward, however many there"
+                " were"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySnapshot:
@@ -166,6 +185,27 @@ def memory_snapshot(
         staging=held_bytes(staging, device),
         in_all=in_all,
     )
+
+
+def refuse_unzeroed_gradient(consuming: Iterable[Chunk]) -> None:
+    """RuntimeError where a backward would add to a gradient that an update has used up."""
+    if name := unzeroed_gradient(consuming):
+        raise RuntimeError(
+            f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
+            " would add the next one to it, and this plan has used it up. Call"
+            " optimizer.zero_grad() between every optimizer.step() and the next backward(), of"
+            " another model too; to add gradients up, plan with --accumulate"
+        )
+
+
+def has_no_gradients(chunks: Iterable[Chunk]) -> bool:
+    """Whether there are none so far, or they were dropped: a loss scaler skips steps."""
+    with plainly():
+        for chunk in chunks:
+            for part in chunk.slices:
+                if part.parameter.grad is not None:
+                    return False
+    return True
 
 
 def held_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
