@@ -190,7 +190,7 @@ class _Resumed:
         described: SavedOptimizer | None,
     ) -> None:
         self._parameters, self._optimizer = dict(model.named_parameters()), optimizer
-        self._offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+        self._offloaded = offloaded_parameters(prepared)
         self._source = str(saved.directory)
         self.targets: list[tuple[Entry, Value]] = []
         self._states: dict[str, dict[str, Any]] = {}  # by parameter: what memory is to hold

@@ -142,7 +142,7 @@ def _write(
 ) -> None:
     """Write files together, and put them in place; `parameters` have other names in files."""
     ranks = prepared.ranks if prepared else None
-    offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+    offloaded = offloaded_parameters(prepared)
     staging = directory / _STAGING
     first = ranks is None or ranks.rank == 0
     layouts = {

@@ -165,7 +165,7 @@ def settled(
 
 def model_values(model: nn.Module, prepared: Prepared | None) -> Iterator[tuple[str, Value]]:
     """Parameters by first name, persistent buffers, and scales of packed weights."""
-    offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+    offloaded = offloaded_parameters(prepared)
     for name, parameter in model.named_parameters():
         if name in offloaded:
             yield name, stored_value(*offloaded[name])
@@ -210,7 +210,7 @@ def optimizer_values(
 ) -> tuple[dict[str, Value], dict[str, Any]]:
     """The states that are tensors, as NAME.KEY, and everything else about the optimizer."""
     names = parameter_names(model, optimizer)
-    offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+    offloaded = offloaded_parameters(prepared)
     tensors: dict[str, Value] = {}
     others: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

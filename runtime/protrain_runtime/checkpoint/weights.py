@@ -61,7 +61,7 @@ class Weights:
         kept = {name for name, _ in model.named_parameters()} - self._absent
         found = self._entries.items()
         names = {base_name(name) for name, entry in found if entry.dtype.is_floating_point}
-        offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+        offloaded = offloaded_parameters(prepared)
         for layer_name, name, unpacked in unpacked_values(model, offloaded):
             if base_name(name) in names:  # else it was saved packed, with its scales
                 own[name] = unpacked

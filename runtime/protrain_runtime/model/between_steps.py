@@ -167,11 +167,10 @@ class MovingAverage:
         self._engine = engine_of(model)
         self.n_averaged = 0
         prepared = prepared_of(model)
-        chunks = prepared.chunks if prepared else ()
-        self._offloaded = offloaded_parameters(chunks)
+        self._offloaded = offloaded_parameters(prepared)
         # Of offloaded chunks, or this rank's part: another set of the parameters in the store.
         self._below: list[tuple[Chunk, Copy]] = []
-        for chunk in chunks:
+        for chunk in prepared.chunks if prepared else ():
             if chunk.store is not None:
                 offset = chunk.store.reserve(chunk.own.parameter_bytes)
                 self._below.append((chunk.own, Copy(offset)))

@@ -20,7 +20,7 @@ class DrawnValues:
 
     def fill(self, model: nn.Module, prepared: Prepared) -> None:
         """Bring every value to its place; ranks get rank 0's."""
-        ranks, offloaded = prepared.ranks, offloaded_parameters(prepared.chunks)
+        ranks, offloaded = prepared.ranks, offloaded_parameters(prepared)
         packed = {name: unpacked for _, name, unpacked in unpacked_values(model, offloaded)}
         for name, parameter in model.named_parameters():
             if name not in self._values:

@@ -109,7 +109,7 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     prepared = prepared_of(model)
     if prepared and prepared.engine:
         prepared.engine.settle("parameters were read")
-    offloaded = offloaded_parameters(prepared.chunks if prepared else ())
+    offloaded = offloaded_parameters(prepared)
     for name, parameter in model.named_parameters():
         if name in offloaded:
             yield name, read_values(*offloaded[name])
@@ -240,11 +240,11 @@ def writing_together(chunks: Sequence[Chunk], what: str) -> Iterator[None]:
         yield
 
 
-def offloaded_parameters(chunks: Sequence[Chunk]) -> dict[str, tuple[Chunk, Slice]]:
+def offloaded_parameters(prepared: "Prepared | None") -> dict[str, tuple[Chunk, Slice]]:
     """By name, where the parameters lie that are not on the device between steps."""
     return {
         part.name: (chunk, part)
-        for chunk in chunks
+        for chunk in (prepared.chunks if prepared else ())
         if chunk.store is not None
         for part in chunk.slices
     }
@@ -317,8 +317,8 @@ def add_state_dict_hooks(
     model: nn.Module, chunks: Sequence[Chunk], engine: Engine, undo: Undo
 ) -> None:
     """Make state dicts show and accept offloaded parameters' values, all at once."""
-    offloaded = offloaded_parameters(chunks)
-    places = {part.parameter: (chunk, part) for chunk, part in offloaded.values()}
+    offloaded = [chunk for chunk in chunks if chunk.store is not None]
+    places = {part.parameter: (chunk, part) for chunk in offloaded for part in chunk.slices}
     listing = _Listing(model, engine, places)
     loading: list[nn.Module] = []  # the one whose state dict is loaded, of those inside each other
 
