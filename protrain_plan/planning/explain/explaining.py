@@ -185,7 +185,9 @@ def in_words(explanation: Explanation) -> list[str]:
     if shares := [limit for limit in lanes if limit.share >= 0.005]:
         parts = [f"{lane_words(limit.resource)} {100 * limit.share:.0f} %" for limit in shares]
         words.append(f"What makes up the step, about: {', '.join(parts)}.")
-    amount = amount_of(explanation.device_budget)
+    # A round number of bytes, at most a tenth of the budget.
+    amounts = (2**30, 100 * 2**20, 10 * 2**20)
+    amount = next((one for one in amounts if 10 * one <= explanation.device_budget), 2**20)
     if memory:
         slots = [limit for limit in memory if limit.where]
         saved = sum(limit.seconds_per_gib for limit in slots) * amount / GIB
@@ -574,14 +576,6 @@ def lane_words(lane: str) -> str:
         return "collectives"
     word, _, tier = lane.partition(" ")
     return f"transfers {'from' if word == 'fetch' else 'to'} {tier}" if tier else word
-
-
-def amount_of(budget: int) -> int:
-    """A round number of bytes, at most a tenth of the budget."""
-    for amount in (2**30, 100 * 2**20, 10 * 2**20):
-        if 10 * amount <= budget:
-            return amount
-    return 2**20
 
 
 def at_most(seconds: float) -> str:

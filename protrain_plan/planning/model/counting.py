@@ -255,10 +255,7 @@ class CountProgram(LinearModel):
         answer = self.program.solve(integer=True, max_nodes=MAX_NODES, gap=gap)
         if not answer.values:
             return None
-        return answer.bound, self._numbers(answer.values)
-
-    def _numbers(self, values: Mapping[str, float]) -> dict[str, int]:
-        return {one.name: round(values[one.name]) for one in self.counted}
+        return answer.bound, {one.name: round(answer.values[one.name]) for one in self.counted}
 
 
 class _Shares:

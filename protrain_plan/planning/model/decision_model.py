@@ -120,18 +120,15 @@ class LinearModel:
         for tier, limit in self.problem.tiers.items():
             terms = self.tier_terms(tier)
             if tier == "host" and accelerator:
-                terms += [*staging, *self._passing(limit)]
+                terms += staging
+                is_short = limit <= SHORT_OF_PASSAGES * PASSING_BYTES
+                if is_short and "disk" in self.problem.tiers:
+                    # What goes to disk and back passes through: `implications.tier_staging_bytes`.
+                    on_disk = (
+                        (n, len(units)) for o, n, units in self.each() if "disk" in o.tier_bytes
+                    )
+                    terms.append((self.used("passes", on_disk), PASSING_BYTES / self.byte_unit))
             self.row(f"budget_{tier}", terms, LE, limit / self.byte_unit)
-
-    def _passing(self, limit: int) -> Terms:
-        """The host memory that bytes on their way to disk and back pass through, where it matters.
-
-        See `implications.tier_staging_bytes`.
-        """
-        if "disk" not in self.problem.tiers or limit > SHORT_OF_PASSAGES * PASSING_BYTES:
-            return []
-        on_disk = ((n, len(units)) for o, n, units in self.each() if "disk" in o.tier_bytes)
-        return [(self.used("passes", on_disk), PASSING_BYTES / self.byte_unit)]
 
     def busy(self, second_unit: float = 1.0) -> dict[Way | Lane | str, Terms]:
         """The seconds that decisions take of each lane at least."""
@@ -186,10 +183,6 @@ class DecisionModel(LinearModel):
         if slot == self.end:
             return "end"
         return f"f{slot}" if slot < count else f"b{self.end - 1 - slot}"
-
-    def per_slot(self, name: str) -> list[pulp.LpVariable]:
-        """One variable for each slot, the device's update included."""
-        return [self.variable(f"{name}_{self.slot_name(t)}") for t in range(self.end + 1)]
 
     def each(self) -> Iterable[Decided]:
         for unit, option, x in self.each_activation():
@@ -260,7 +253,7 @@ class DecisionModel(LinearModel):
         if any(state.decision.update_on_device for state, _ in used):
             change[0] += self.staging(used, on_device=True)
         change[self.end].append((device_workspace, 1.0))
-        memory = self.per_slot("m")
+        memory = [self.variable(f"m_{self.slot_name(t)}") for t in range(self.end + 1)]
         for t, m in enumerate(memory):
             # m_t - m_{t-1} = what the decisions begin to need in slot t, less what they stop to.
             before: Terms = [(memory[t - 1], -1.0)] if t else []

@@ -45,7 +45,8 @@ from typing import NamedTuple
 import pulp
 
 from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionModel, Terms
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import SAFE, Problem
+from protrain_plan.planning.model.solver import Stopped, solve
 from protrain_plan.simulation.rates import contention, crossing, rates
 from protrain_runtime.contract.program.program import NETWORK, UPDATE_ON_DEVICE, UPDATES, Way
 from protrain_runtime.contract.records.hardware import is_accelerator
@@ -649,8 +650,11 @@ class Fluid(DecisionModel):
         """The rows that limit the device's bytes, of all phases."""
         return [row for phase in self.phases for row in phase.memory_rows]
 
-    def minimise_memory(self, limit_s: float) -> None:
-        """Ask for the least budget of the device, in the model's own bytes, within `limit_s`."""
+    def least_bytes(self, limit_s: float, stopped: Stopped) -> float:
+        """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less.
+
+        Infinity where no plan is that fast. The model asks for the least budget from now on.
+        """
         budget = self.variable("budget")
         for row in self.memory_rows:
             row.expr.addterm(budget, -1.0)
@@ -658,6 +662,8 @@ class Fluid(DecisionModel):
         # The step's seconds.
         self.row("seconds", self.seconds(), LE, limit_s / self.second_unit)
         self.minimise([(budget, 1.0)])
+        answer = solve(self.pulp, integer=False, stopped=stopped)
+        return max(0.0, answer.bound * self.byte_unit * (1 - SAFE))
 
     def lower_bound_seconds(self, objective: float) -> float:
         """The bound on every plan's seconds that a bound on the objective implies."""

@@ -10,9 +10,7 @@ from protrain_plan.planning.model.options import (
     Decision,
     Pin,
     UnitOptions,
-    in_one_tier,
     pinned_options,
-    speculating_on,
 )
 from protrain_plan.simulation.group import (
     collective_seconds_per_byte,
@@ -164,17 +162,6 @@ class Network(NamedTuple):
     scattered: float = 0.0
     summed: float = 0.0
 
-    @staticmethod
-    def of(hardware: Hardware, settings: StepSettings) -> "Network":
-        """The network of a group's devices, without the latency of single collectives."""
-        if settings.group.num_devices == 1:
-            return Network()
-        return Network(
-            gathered=collective_seconds_per_byte("all-gather", hardware, settings),
-            scattered=collective_seconds_per_byte("reduce-scatter", hardware, settings),
-            summed=collective_seconds_per_byte("all-reduce", hardware, settings),
-        )
-
 
 Work = dict[Way | Lane | str, float]
 """Seconds by the way of lanes, `COMPUTE`, `LAUNCHES`, or the lane of states."""
@@ -195,7 +182,13 @@ class LaneSeconds:
         # Of several devices, only the last micro-batch moves gradients, but for sums of shards.
         self.spills = self.times if settings.group.num_devices == 1 else 1.0
         self.scatters = self.times if settings.adds_shards else 1.0
-        self.network = Network.of(hardware, settings)
+        self.network = Network()
+        if settings.group.num_devices > 1:  # without the latency of single collectives
+            self.network = Network(
+                gathered=collective_seconds_per_byte("all-gather", hardware, settings),
+                scattered=collective_seconds_per_byte("reduce-scatter", hardware, settings),
+                summed=collective_seconds_per_byte("all-reduce", hardware, settings),
+            )
         self.per_byte: dict[Way, float] = {}
         self.lanes: list[Way | Lane | str] = [COMPUTE, LAUNCHES, UPDATES, NETWORK]
         for tier in hardware.tiers:
@@ -424,8 +417,12 @@ class Problem:
 
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
-        found = tuple(speculating_on(self.ahead_on, options) for options in self._all_options)
-        found = found if self.in_parts else tuple(map(in_one_tier, found))
+        found = tuple(
+            unit.placed(lambda one: not one.decision.speculate or one.tier in self.ahead_on)
+            for unit in self._all_options
+        )
+        if not self.in_parts:
+            found = tuple(unit.placed(lambda one: not one.decision.on_disk) for unit in found)
         if not self.left:
             return found
         return tuple(one.only(*left) for one, left in zip(found, self.left, strict=True))

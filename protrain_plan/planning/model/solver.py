@@ -55,21 +55,18 @@ class LinearProgram:
         self, model: pulp.LpProblem, *, interior: bool = False, stopped: Stopped | None = None
     ) -> None:
         self._variables: Sequence[pulp.LpVariable] = model.variables()
-        _Highs(mip=False, msg=False, threads=1, random_seed=0).hand_over(model)
+        # PuLP states the model to the solver, and goes no further.
+        stating = pulp.HiGHS(mip=False, msg=False, threads=1, random_seed=0)
+        stating.createAndConfigureSolver(model)
+        stating.buildSolverModel(model)
         self._highs: Any = model.solverModel
         del model.solverModel  # not to be copied or kept with the model
         self._integers = [v.index for v in self._variables if v.cat == pulp.LpInteger]
         self._hard, self._interior, self._integral = interior, interior, False
         if stopped is not None:
-            self._watch(stopped)
-
-    def _watch(self, stopped: Stopped) -> None:
-        def ask(event: Any) -> None:
-            if stopped():
-                event.interrupt()
-
-        for word in ("Simplex", "Ipm", "Mip"):
-            getattr(self._highs, f"cb{word}Interrupt").subscribe(ask)
+            for word in ("Simplex", "Ipm", "Mip"):
+                asks = getattr(self._highs, f"cb{word}Interrupt")
+                asks.subscribe(lambda event: event.interrupt() if stopped() else None)
 
     def bound(self, variable: pulp.LpVariable, low: float, high: float) -> None:
         """Change a variable's limits."""
@@ -187,11 +184,3 @@ def solve(
     return program.solve(
         integer=integer, time_limit_s=time_limit_s, max_nodes=max_nodes, gap=gap, target=target
     )
-
-
-class _Highs(pulp.HiGHS):
-    """PuLP's HiGHS, which states a model to the solver and goes no further."""
-
-    def hand_over(self, lp: pulp.LpProblem) -> None:
-        self.createAndConfigureSolver(lp)
-        self.buildSolverModel(lp)

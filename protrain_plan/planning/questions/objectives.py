@@ -15,8 +15,7 @@ from math import inf
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.problem import SAFE, Choice, Problem
-from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.alternatives import alternatives, bucket_bytes
 from protrain_plan.planning.questions.answers import Answer, LeastMemory, Objective, Point, Question
@@ -125,7 +124,7 @@ def least_memory(
     besides = fewest.profile.hardware.device.besides_bytes
     least = 0
     if not effort.spent():
-        least = int(min(_least_bytes(problem, limit_s, effort) for problem in problems))
+        least = int(min(Fluid(one).least_bytes(limit_s, effort.spent) for one in problems))
     best, best_bytes = fastest, _needed(fastest)
     hints = [fastest.plan.units]
     inner = replace(effort, enough_s=limit_s)
@@ -165,17 +164,6 @@ def least_memory(
 
 def _needed(solved: Solved) -> int:
     return solved.plan.prediction.peak_bytes.device
-
-
-def _least_bytes(problem: Problem, limit_s: float, effort: Effort) -> float:
-    """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less.
-
-    Infinity where no plan is that fast.
-    """
-    fluid = Fluid(problem)
-    fluid.minimise_memory(limit_s)
-    answer = solve(fluid.pulp, integer=False, stopped=effort.spent)
-    return max(0.0, answer.bound * fluid.byte_unit * (1 - SAFE))
 
 
 def pareto(

@@ -43,7 +43,6 @@ from protrain_plan.planning.search.evaluation import PACES, Evaluation, Evaluato
 from protrain_plan.planning.search.improving import (
     TOLERANCE,
     Effort,
-    apart,
     exact_where_free,
     in_runs,
     simplified,
@@ -273,7 +272,11 @@ class _Planning:
                 self._keep(found)
         if isfinite(self.effort.below_s) or self.effort.enough_s is not None:
             self._find_bound()
-            if self._in_vain() or (fits and self._is_like_the_known()):
+            # The decisions of another number of replicas may be no faster with this one.
+            is_another = self.effort.is_another and fits
+            if self._in_vain() or (
+                is_another and self.best.seconds >= self.effort.below_s * (1 - GAIN)
+            ):
                 return self.best
         self._try_plain()
         compared = False
@@ -297,7 +300,9 @@ class _Planning:
         stopped = self.effort.spent
         if self.problem.settings.overlap_steps:
             alone = Evaluator(self.problem.overlapping(False), stopped)
-            found = apart(alone, best, slowest_s=slowest)
+            # A step that has ended when it says so can be looked at, and tells of its own faults.
+            found = alone.best_schedule(best.choice, pace=best.pace._replace(late=0.0))
+            found = found if found and found.seconds <= slowest else None
             if compared and not stays:
                 plain = baseline("four-parameter", alone.problem, alone)
                 found = plain if plain and plain.seconds < (found or best).seconds else found
@@ -400,10 +405,6 @@ class _Planning:
     def _in_vain(self) -> bool:
         """No plan is as fast as it has to be, up to the gap asked for."""
         return self.effort.is_vain(self.bound)
-
-    def _is_like_the_known(self) -> bool:
-        """Whether the decisions of another number of replicas are no faster with this one."""
-        return self.effort.is_another and self.best.seconds >= self.effort.below_s * (1 - GAIN)
 
     def _tell(self, stage: str) -> None:
         self.effort.progress(stage, self.best.seconds, self.bound or None)

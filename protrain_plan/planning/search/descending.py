@@ -95,8 +95,10 @@ class Descent:
                 least, found = inf, None
                 for one in exchanges(layout, open_to) if need.beyond > 0 else ():
                     freed = -self._more(one, layout, need)
-                    if freed <= 0 or (kept and one.undoes(kept)):
+                    if freed <= 0:
                         continue
+                    if kept and (one.group, one.kind, one.option) == (*kept[:2], kept.into):
+                        continue  # units that it takes would leave their new option again
                     count = min(one.number, ceil(need.beyond / freed))
                     above = ((n.beyond, self._more(one, layout, n)) for n in needs[:exceeded])
                     if any(more > 0 and beyond + more * count > 0 for beyond, more in above):

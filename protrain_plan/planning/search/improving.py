@@ -189,15 +189,6 @@ def exact_where_free(
     return best
 
 
-def apart(alone: Evaluator, best: Evaluation, *, slowest_s: float) -> Evaluation | None:
-    """`best` with steps that do not overlap, as `alone` has them, if those take up to `slowest_s`.
-
-    A step that has ended when it says so can be looked at, and tells of its own faults.
-    """
-    found = alone.best_schedule(best.choice, pace=best.pace._replace(late=0.0))
-    return found if found and found.seconds <= slowest_s else None
-
-
 def simplified(
     problem: Problem, best: Evaluation, *, slowest_s: float, stopped: Stopped = lambda: False
 ) -> Evaluation:

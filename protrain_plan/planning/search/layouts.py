@@ -98,11 +98,6 @@ class Exchange(NamedTuple):
     into: int
     number: int
 
-    def undoes(self, other: "Exchange") -> bool:
-        """Whether units that the other one takes leave their new option again."""
-        place = (self.group, self.kind, self.option)
-        return place == (other.group, other.kind, other.into)
-
     def times(self, layout: Layout, count: int) -> Layout:
         """The layout with so many units moved."""
         row = layout[self.group][self.kind].moved(self.option, self.into, count, before=False)

@@ -405,9 +405,10 @@ class _Walk:
                 active.remove(queue)
                 continue
             served, size = arrival.slot, arrival.bytes
-            if out and self.standing + size > room[t]:
-                until = now + self.pace.wait * compute
-                now = self.find_gone(t, self.standing + size - room[t], now, until)
+            # Find gone what makes room, as far as it has left by then.
+            until = now + self.pace.wait * compute
+            while out and self.standing + size > room[t] and out[0].ended <= until:
+                now = self.retire(t, now)
             lead, there = self.ahead(arrival, t)
             if not lead or not self.has_room(t, served, size, now):
                 break
@@ -503,13 +504,6 @@ class _Walk:
         self.gone.add((left.unit, left.swap))
         self.drains[left.unit, left.swap] = t - left.slot - 1
         return max(now, ended)
-
-    def find_gone(self, t: int, excess: int, now: float, until: float) -> float:
-        """Find gone so many bytes, as far as they have left by `until`; returns when they have."""
-        out, most = self.out, self.standing - excess
-        while out and self.standing > most and out[0].ended <= until:
-            now = self.retire(t, now)
-        return now
 
     def came_to(self, unit: int, t: int, now: float) -> bool:
         """Whether a unit's swapped activations have left by now; they are found gone then."""

@@ -66,11 +66,6 @@ class StagesQuestion:
         profile = next(iter(self.profiles.values()))
         return self.global_batch * profile.workload.seq_len
 
-    def of_reductions(self) -> "tuple[StagesQuestion, ...]":
-        """The question, and by leave the same with reductions in every micro-batch."""
-        shards = replace(self, settings=replace(self.settings, reductions="in every micro-batch"))
-        return (self, shards) if ROUNDING in self.allow else (self,)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesAnswer:
@@ -337,19 +332,14 @@ def stages_of(question: StagesQuestion) -> tuple[int, ...]:
     return tuple(p for p in range(1, min(count, most) + 1) if count % p == 0)
 
 
-def chunks_open(profile: Profile, chunks: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of chunks that are open: several, where all units but the outer two are alike.
-
-    The units of a device are then as good as a run of as many.
-    """
-    inner = {(unit.kind, unit.parameter_bytes, unit.state_bytes) for unit in profile.units[1:-1]}
-    return tuple(chunks) if len(inner) == 1 else (1,)
-
-
 def searched(question: StagesQuestion, effort: Effort) -> Search:
     """The search, with all shapes; ProtrainError where there is none."""
     group, profiles = question.settings.group, question.profiles
-    chunks = chunks_open(next(iter(profiles.values())), question.chunks)
+    # Several chunks are open where all units but the outer two are alike: those of a device are
+    # then as good as a run of as many.
+    units = next(iter(profiles.values())).units[1:-1]
+    inner = {(unit.kind, unit.parameter_bytes, unit.state_bytes) for unit in units}
+    chunks = question.chunks if len(inner) == 1 else (1,)
     numbers = stages_of(question)
     found = list(shapes(group, question.global_batch, sorted(profiles), numbers, chunks=chunks))
     if not found:
@@ -368,7 +358,11 @@ def plan_stages(
 ) -> StagesAnswer:
     """The fastest step of `global_batch` sequences, by one stage and by several, and a bound."""
     effort = effort or Effort()
-    searches = [searched(one, effort) for one in question.of_reductions()]
+    questions = [question]
+    if ROUNDING in question.allow:
+        settings = replace(question.settings, reductions="in every micro-batch")
+        questions.append(replace(question, settings=settings))
+    searches = [searched(one, effort) for one in questions]
     numbers = sorted({shape.stages for shape in searches[0].cuts})
 
     def bound(stages: Sequence[int]) -> float:
