@@ -156,7 +156,6 @@ class Cells:
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
         """The questions about the best batch and number of micro-batches of each row and offer."""
-        from protrain_plan.planning.questions.grid import divisors
         from protrain_plan.planning.questions.growth import between, largest_of
 
         for offer in self.offers:
@@ -176,7 +175,8 @@ class Cells:
                 most = largest_of(question, "batch-size") or 0
                 self.kept.keep_number(most, "largest", question)
             # What fits is known in proportion alone: one more is looked at.
-            open_to_it = divisors(global_batch // offer.group.num_devices)
+            own = global_batch // offer.group.num_devices
+            open_to_it = tuple(size for size in range(1, own + 1) if own % size == 0)
             sizes.append(open_to_it[: sum(size <= most for size in open_to_it) + 1])
             ends[row.request] = max(ends.get(row.request, 1), sizes[-1][-1])
         requests = [row.request.sized(ends[row.request]) for row, _ in self._every]
@@ -207,11 +207,11 @@ class Cells:
         """Return the cells with another batch size or sequence length."""
         from protrain_plan.planning.questions.growth import sized
 
-        def resized(row: Row) -> Row:
+        rows: list[Row] = []
+        for row in self.rows:
             workload = sized(row.request.workload, quantity, size)
-            return replace(row, request=replace(row.request, workload=workload))
-
-        return replace(self, rows=[*map(resized, self.rows)])
+            rows.append(replace(row, request=replace(row.request, workload=workload)))
+        return replace(self, rows=rows)
 
     def _with_states_of_8_bits(
         self, found: Sequence[Tried], progress: Progress

@@ -306,13 +306,6 @@ def _masked_index(call: OperatorCall) -> int:
 INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 
 
-def _masked_put(call: OperatorCall) -> int:
-    """A bound: every element of the mask is true (see `_masked_index`)."""
-    return sum(
-        8 * t.numel() * t.dim() for t in call["indices"] if t is not None and t.dtype == torch.bool
-    )
-
-
 def _fourier(call: OperatorCall) -> int:
     """MKL transforms the last dimensions; others are brought there by a copy of the input.
 
@@ -411,7 +404,15 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
         call["grad_output"], call["indices"]
     ),
     aten.index.Tensor: _masked_index,
-    **dict.fromkeys(INDEX_PUTS, _masked_put),
+    # A bound: every element of the mask is true (see `_masked_index`).
+    **dict.fromkeys(
+        INDEX_PUTS,
+        lambda call: sum(
+            8 * t.numel() * t.dim()
+            for t in call["indices"]
+            if t is not None and t.dtype == torch.bool
+        ),
+    ),
     # The mask as whole numbers, and their running sum.
     aten.masked_select.default: lambda call: 16 * call.given.numel(),
     aten.masked_scatter_backward.default: lambda call: 16 * call.given.numel(),

@@ -177,7 +177,7 @@ def _followed(
             _send(process, signal.SIGABRT)  # it tells where it is
             process.join(_GRACE_S)
             message = f"{name} did not finish within {limits.seconds:g} s"
-            raise EndedError(message, _place(dump), limit="seconds")
+            raise EndedError(message, user_frame_in(dump), limit="seconds")
 
 
 def _death(code: int, name: str, dump: Path) -> EndedError:
@@ -186,11 +186,7 @@ def _death(code: int, name: str, dump: Path) -> EndedError:
     signal_name = f"signal {-code}"
     if -code in set(signal.Signals):
         signal_name = f"{signal.Signals(-code).name} ({str(signal.strsignal(-code)).lower()})"
-    return EndedError(f"{name} died: {signal_name}", _place(dump), code=code)
-
-
-def _place(dump: Path) -> Place:
-    return user_frame_in(dump.read_text(errors="replace"))
+    return EndedError(f"{name} died: {signal_name}", user_frame_in(dump), code=code)
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:

@@ -320,14 +320,10 @@ def _masked_text(request: BatchRequest) -> Iterator[Inputs]:
 
 def _labelled_images(request: BatchRequest) -> Iterator[Inputs]:
     """pixel_values [batch, channels, height, width] with labels [batch]; no text."""
-
-    def labelled(generator: torch.Generator) -> Inputs:
-        labels = torch.randint(
-            request.config.num_labels, (request.batch_size,), generator=generator
-        )
-        return {"pixel_values": request.images(generator), "labels": labels}
-
-    return map(labelled, request.generators())
+    shape, num_labels = (request.batch_size,), request.config.num_labels
+    for generator in request.generators():
+        labels = torch.randint(num_labels, shape, generator=generator)
+        yield {"pixel_values": request.images(generator), "labels": labels}
 
 
 def _pairs(request: BatchRequest) -> Iterator[Inputs]:
@@ -338,12 +334,11 @@ def _pairs(request: BatchRequest) -> Iterator[Inputs]:
             source=request.source,
             fix="--batch-size 2 or more",
         )
-
-    def paired(window: Tensor, generator: torch.Generator) -> Inputs:
-        images = request.images(generator)
-        return {"input_ids": window, "pixel_values": images, "return_loss": True}
-
-    return map(paired, request.windows(), request.generators())
+    windows = zip(request.windows(), request.generators(), strict=False)
+    return (
+        {"input_ids": window, "pixel_values": request.images(generator), "return_loss": True}
+        for window, generator in windows
+    )
 
 
 def _sound_and_text(request: BatchRequest) -> Iterator[Inputs]:
@@ -351,11 +346,11 @@ def _sound_and_text(request: BatchRequest) -> Iterator[Inputs]:
     config = request.config
     # The encoder's second convolution has a stride of two.
     shape = (request.batch_size, config.num_mel_bins, 2 * config.max_source_positions)
-
-    def transcribed(window: Tensor, generator: torch.Generator) -> Inputs:
-        return {"input_features": noise(shape, generator), "labels": window}
-
-    return map(transcribed, request.windows(), request.generators())
+    windows = zip(request.windows(), request.generators(), strict=False)
+    return (
+        {"input_features": noise(shape, generator), "labels": window}
+        for window, generator in windows
+    )
 
 
 def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:

@@ -144,10 +144,22 @@ def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFact
     for another name, and where its package is missing.
     """
     kind, options = _read(name)
-    factory = imported(kind) if ":" in kind else _known(kind)
-    plain = partial(factory, **options) if options else factory
     if ":" in kind:
-        plain = _in_train_mode(plain)
+        plain = _in_train_mode(partial(imported(kind), **options))
+    elif kind not in KNOWN:
+        raise ProtrainError(
+            f"expected one of {', '.join(KNOWN)}, or package.module:Class, got {kind!r}",
+            key="optimizer",
+            fix=did_you_mean(kind, KNOWN),
+        )
+    elif kind in OF_8_BITS and importlib.util.find_spec(_BITSANDBYTES) is None:
+        raise ProtrainError(
+            f"the optimizer {kind} needs the package bitsandbytes",
+            key="optimizer",
+            fix=INSTALL_BITSANDBYTES,
+        )
+    else:
+        plain = partial(KNOWN[kind], **options) if options else KNOWN[kind]
     return with_master_weights(plain) if precision == "master" else plain
 
 
@@ -185,22 +197,6 @@ def host_share(name: str) -> float:
     On a processor bitsandbytes does operator by operator what is one kernel on a card. Of others 1.
     """
     return _HOST_SHARES.get(_read(name)[0], 1.0)
-
-
-def _known(kind: str) -> OptimizerFactory:
-    if kind not in KNOWN:
-        raise ProtrainError(
-            f"expected one of {', '.join(KNOWN)}, or package.module:Class, got {kind!r}",
-            key="optimizer",
-            fix=did_you_mean(kind, KNOWN),
-        )
-    if kind in OF_8_BITS and importlib.util.find_spec(_BITSANDBYTES) is None:
-        raise ProtrainError(
-            f"the optimizer {kind} needs the package bitsandbytes",
-            key="optimizer",
-            fix=INSTALL_BITSANDBYTES,
-        )
-    return KNOWN[kind]
 
 
 def _read(name: str) -> tuple[str, dict[str, Any]]:

@@ -117,7 +117,12 @@ def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
     time of a move. A processor computes in that thread, so that nothing is launched.
     """
     move_s, costs = program.profile.hardware.move_s, [each.cost for each in program.activations]
-    update_s = device_update_seconds(program) if program.updating else 0.0
+    # The optimizer steps on persistent chunks and shards on the device; what is updated in backward
+    # takes its time there.
+    end, update_s = len(program.slots), 0.0
+    if program.updating:
+        stepped = sum(state.num_stepped for state in program.states if state.step_slot == end)
+        update_s = stepped / program.profile.optimizer.device_parameters_per_s
     computing = [*slot_seconds(program), update_s]
     handling = [move_s * (len(slot.submit) + len(slot.finish)) for slot in program.slots]
     handling.append(move_s * len(program.last))
@@ -130,16 +135,6 @@ def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
         for slot in program.slots
     ]
     return computing, list(map(add, [*launching, 0.0], handling))
-
-
-def device_update_seconds(program: BoundProgram) -> float:
-    """Seconds of the optimizer's step on the persistent chunks, and on shards on the device.
-
-    Those that are updated in backward take their time there.
-    """
-    end = len(program.slots)
-    parameters = sum(state.num_stepped for state in program.states if state.step_slot == end)
-    return parameters / program.profile.optimizer.device_parameters_per_s
 
 
 def host_update_seconds(program: BoundProgram) -> float:
@@ -187,13 +182,6 @@ SAME_S = 1e-9
 
 _Rates = tuple[float, tuple[tuple[int, float], ...]]
 """The rates of compute and of each running lane, by its number, until the next event."""
-
-
-def _alike(one: dict[int, float], other: dict[int, float]) -> bool:
-    """Whether two steps leave the same work."""
-    return one.keys() == other.keys() and all(
-        abs(left - other[number]) < SAME_S for number, left in one.items()
-    )
 
 
 class _Simulation:
@@ -251,7 +239,9 @@ class _Simulation:
             self._follow()
             self._step()
             longer, seconds, left = seconds, self.now - self.began, self._left_over()
-            if _alike(left, before):
+            if left.keys() == before.keys() and all(
+                abs(work - before[number]) < SAME_S for number, work in left.items()
+            ):
                 return seconds, self.stall
             before, steps = left, steps + 1
         return max(seconds, longer), self.stall

@@ -238,14 +238,25 @@ class DecisionModel(LinearModel):
         Also the budgets of the other tiers, since staging buffers stand in one or the other.
         """
         problem, unit = self.problem, self.byte_unit
-        used = self._used_states()
+        # Every placement with whether some unit of a class takes it: 1 as soon as one does. A
+        # maximum over chunks that are fractions would be a fraction of what one chunk needs.
+        used: list[tuple[StateOption, pulp.LpVariable]] = []
+        for number, units in enumerate(problem.classes):
+            options = problem.options[units[0]].states
+            for k, (option, y) in enumerate(zip(options, self.states[units[0]], strict=True)):
+                if len(units) < COUNTED:
+                    used += [(option, self.states[unit][k]) for unit in units]
+                elif option.staging != NO_STAGING or option.device_workspace:
+                    name = f"used_{number}_{y.name.split('_', 2)[2]}"
+                    some = self.used(name, ((self.states[unit][k], 1) for unit in units))
+                    used.append((option, some))
         staging = self.staging(used, on_device=False)
         sizes = [state.device_workspace - 1 for state, _ in used]
         device_workspace = self.maximum("device_workspace", sizes, [y for _, y in used])
         change: list[Terms] = [[] for _ in range(self.end + 2)]
 
-        for option, one, _ in self.each():
-            for held in option.live_ranges:
+        for each, one, _ in self.each():
+            for held in each.live_ranges:
                 change[held.first].append((one, held.bytes / unit))
                 change[held.last + 1].append((one, -held.bytes / unit))
         if not is_accelerator(problem.implied.device):
@@ -273,23 +284,6 @@ class DecisionModel(LinearModel):
             if (leaving := state.leaving) and leaving.slot == self.end - 1
         ]
         return needs
-
-    def _used_states(self) -> list[tuple[StateOption, pulp.LpVariable]]:
-        """Every placement with whether some unit of a class takes it: 1 as soon as one does.
-
-        A maximum over chunks that are fractions would be a fraction of what one chunk needs.
-        """
-        used: list[tuple[StateOption, pulp.LpVariable]] = []
-        for number, units in enumerate(self.problem.classes):
-            options = self.problem.options[units[0]].states
-            for k, (option, y) in enumerate(zip(options, self.states[units[0]], strict=True)):
-                if len(units) < COUNTED:
-                    used += [(option, self.states[unit][k]) for unit in units]
-                elif option.staging != NO_STAGING or option.device_workspace:
-                    name = f"used_{number}_{y.name.split('_', 2)[2]}"
-                    some = self.used(name, ((self.states[unit][k], 1) for unit in units))
-                    used.append((option, some))
-        return used
 
     # Reading and writing
 

@@ -523,7 +523,15 @@ class ForwardBackward:
         flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
         writes = [self.flows[name] for name in self.held_per_written]
         held_writes = list(zip(writes, self.held_per_written.values(), strict=True))
-        every_ahead = self._ahead()
+        # Flows that come ahead of their slots, with the bytes that each of its own holds. A rank's
+        # shard is read into its place among the others', which are gathered there: the room is
+        # taken by what has been gathered, or, with as much for each shard, by what will be.
+        shards = [flow for name, flow in self.flows.items() if name.endswith("_shards")]
+        others = [flow for flow in self.flows.values() if flow.ahead and flow not in shards]
+        every_ahead = {"": [(flow, 1.0) for flow in others]}
+        if shards and self.held_per_shard:
+            rest = [(flow, 1.0) for flow in others if flow is not self.flows["ranks"]]
+            every_ahead["_of_shards"] = [*((flow, self.held_per_shard) for flow in shards), *rest]
         for w, window in enumerate(self.windows):
             leaving = [pair for pair in (*flows, *held_writes) if pair[1]]
             if "scatter" in self.flows and w < self.last:  # the device's update waits for sums
@@ -546,20 +554,6 @@ class ForwardBackward:
                 self.memory_rows.append(self.row(name, [*terms, *coming], LE, 1.0))
                 if len(window) > 1:
                     self._add_edges(w, static, word, ahead, leaving)
-
-    def _ahead(self) -> dict[str, list[tuple[Flow, float]]]:
-        """Flows that come ahead of their slots, with the bytes that each of its own holds.
-
-        A rank's shard is read into its place among the others', which are gathered there: the room
-        is taken by what has been gathered, or, with as much for each shard, by what will be.
-        """
-        shards = [flow for name, flow in self.flows.items() if name.endswith("_shards")]
-        others = [flow for flow in self.flows.values() if flow.ahead and flow not in shards]
-        found = {"": [(flow, 1.0) for flow in others]}
-        if shards and self.held_per_shard:
-            rest = [(flow, 1.0) for flow in others if flow is not self.flows["ranks"]]
-            found["_of_shards"] = [*((flow, self.held_per_shard) for flow in shards), *rest]
-        return found
 
     def _add_edges(
         self,

@@ -90,14 +90,6 @@ class UnitOptions:
         left = tuple(filter(open_to, self.states))
         return replace(self, states=left) if 0 < len(left) < len(self.states) else self
 
-    def only(self, activations: Sequence[int], states: Sequence[int]) -> "UnitOptions":
-        """Return the unit with these options, by their numbers."""
-        return UnitOptions(
-            self.unit,
-            tuple(self.activations[number] for number in activations),
-            tuple(self.states[number] for number in states),
-        )
-
 
 def homes(implied: Implications) -> list[StateTier]:
     """Homes of states that are not persistent, the nearest first."""

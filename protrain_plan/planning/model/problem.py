@@ -425,7 +425,14 @@ class Problem:
             found = tuple(unit.placed(lambda one: not one.decision.on_disk) for unit in found)
         if not self.left:
             return found
-        return tuple(one.only(*left) for one, left in zip(found, self.left, strict=True))
+        return tuple(
+            UnitOptions(
+                unit.unit,
+                tuple(unit.activations[number] for number in activations),
+                tuple(unit.states[number] for number in states),
+            )
+            for unit, (activations, states) in zip(found, self.left, strict=True)
+        )
 
     def with_options(self, left: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Problem":
         """Return the problem with these of its options, by their numbers, per unit."""
@@ -435,11 +442,6 @@ class Problem:
     def speculating(self, *tiers: StateTier) -> "Problem":
         """Return the problem with speculative updates on these tiers alone, and pinned ones."""
         return self.changed(ahead_on=tiers)
-
-    def in_one_tier(self) -> "Problem | None":
-        """Return the problem without chunks in two tiers; None where no chunk may lie so."""
-        found = self.changed(in_parts=False)
-        return found if found.options != self.options else None
 
     def program(
         self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False

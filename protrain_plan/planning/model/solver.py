@@ -38,9 +38,7 @@ class Solution:
     values: Mapping[str, float]
 
 
-def solver_name() -> str:
-    """The solver in use, with its version."""
-    return f"HiGHS {highspy.Highs().version()}"
+SOLVER = f"HiGHS {highspy.Highs().version()}"
 
 
 class LinearProgram:

@@ -255,11 +255,6 @@ def search(
     return Found(best=best, looked_at=tuple(looked_at))
 
 
-def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors, the least first."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
 def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | None:
     """Return the number of the question with the fastest step; None where none has a plan.
 

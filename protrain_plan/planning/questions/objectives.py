@@ -28,6 +28,7 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.units import format_bytes
 
 FIRST_STEP = 0.002
 """By how much of the budget the search for the least memory goes up at first."""
@@ -254,7 +255,9 @@ def fit(
             plan = replace(before.plan, budgets=question.budgets)
             found = proven(replace(before, plan=plan), least, effort)
     if isinstance(found, Infeasible):
-        solved, problem, binds = None, problems[0], found.in_a_line
+        lacks = format_bytes(found.shortfall_bytes)
+        solved, problem = None, problems[0]
+        binds = f"needs {lacks} more {found.tier} memory, in {found.slot}"
     else:
         solved, problem = found, problem_of(found, problems)
         binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))

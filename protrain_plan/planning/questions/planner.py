@@ -34,7 +34,7 @@ from protrain_plan.planning.model.counting import Caution, Counting, Layout, Pri
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.fitting import within_reach
 from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
-from protrain_plan.planning.model.solver import solver_name
+from protrain_plan.planning.model.solver import SOLVER
 from protrain_plan.planning.outcome import Infeasible, Replicas, SearchStage, Solved, Status
 from protrain_plan.planning.search.baselines import Baseline, baseline, leanest_variant, staying
 from protrain_plan.planning.search.choices import Leanest, min_memory, plain_choices
@@ -171,8 +171,10 @@ def solve_problem(
     effort = effort or Effort()
     found = _solved_exactly(problem, budgets, effort, hints)
     is_small = problem.count <= SMALL and effort.solver == "milp" and not effort.spent()
-    fewer = problem.in_one_tier() if is_small else None
-    if fewer is None or not isinstance(found, Solved) or found.status == "optimal":
+    if not is_small or not isinstance(found, Solved) or found.status == "optimal":
+        return found
+    fewer = problem.changed(in_parts=False)
+    if fewer.options == problem.options:  # no chunk may lie in two tiers
         return found
     # Of few units, a search among fewer options may end with a faster plan.
     other = _solved_exactly(fewer, budgets, effort, hints)
@@ -274,14 +276,16 @@ class _Planning:
             self._find_bound()
             # The decisions of another number of replicas may be no faster with this one.
             is_another = self.effort.is_another and fits
-            if self._in_vain() or (
+            if self.effort.is_vain(self.bound) or (
                 is_another and self.best.seconds >= self.effort.below_s * (1 - GAIN)
             ):
                 return self.best
         self._try_plain()
         compared = False
         for stage in (self._descend, self._prove, self._improve, self._reorder):
-            if self._staying_will_do(self.bound) or self._good_enough() or self._in_vain():
+            if self._staying_will_do(self.bound) or self._good_enough():
+                break
+            if self.effort.is_vain(self.bound):
                 break
             is_slower = self.best.seconds >= self.effort.below_s * (1 + TOLERANCE)
             if self.effort.spent() or (is_slower and stage != self._descend):
@@ -366,7 +370,7 @@ class _Planning:
             gap=made.gap,
             stall_seconds=best.stall_s,
             solve_seconds=seconds,
-            solver=solver_name() if self.effort.solver == "milp" else self.effort.solver,
+            solver=SOLVER if self.effort.solver == "milp" else self.effort.solver,
             search=tuple(self.stages),
         )
 
@@ -401,10 +405,6 @@ class _Planning:
     def _is_above(self, gap: float) -> bool:
         """Whether the best plan's gap is larger."""
         return self.best.seconds > self.bound * (1 + gap)
-
-    def _in_vain(self) -> bool:
-        """No plan is as fast as it has to be, up to the gap asked for."""
-        return self.effort.is_vain(self.bound)
 
     def _tell(self, stage: str) -> None:
         self.effort.progress(stage, self.best.seconds, self.bound or None)
@@ -451,20 +451,20 @@ class _Planning:
         if plainest and plainest.seconds <= self.bound * (1 + self.effort.gap_target):
             self.best = plainest  # though others may be a little faster
 
-    def _starts(self) -> list[Layout]:
-        """Layouts near the relaxation's amounts, and plain ones; made to meet the budgets."""
+    def _descend(self) -> None:
+        """Steps downhill from the layouts that look fastest.
+
+        They are near the relaxation's amounts, or plain ones; all are made to meet the budgets.
+        """
         found: dict[Layout, None] = {}
         for caution in CAUTIONS:
             if not self.effort.spent() and (amounts := self.counting.amounts(caution)):
                 found |= dict.fromkeys(layouts_near(self.problem, amounts))
         for choice in (self.lean, self.best.choice, *self.plain):
             found[layout_of(self.problem, choice)] = None
-        repaired = (self.descent.repaired(layout) for layout in found)
-        return list(dict.fromkeys(filter(None, repaired)))
-
-    def _descend(self) -> None:
-        """Steps downhill from the layouts that look fastest."""
-        walked = {one: self.descent.walked(choice_of(self.problem, one)) for one in self._starts()}
+        repaired = [self.descent.repaired(layout) for layout in found]
+        starts = dict.fromkeys(filter(None, repaired))
+        walked = {one: self.descent.walked(choice_of(self.problem, one)) for one in starts}
         most = self.walks // (2 * DESCENTS)
         self._go_down(sorted(walked, key=lambda one: walked[one])[:DESCENTS], most)
         self._polish("steps downhill")

@@ -6,8 +6,8 @@ finds is short enough to be read.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise, permutations, product
 from typing import NamedTuple
 
@@ -50,30 +50,23 @@ def choice_of(problem: Problem, layout: Layout) -> Choice:
 
 def layout_of(problem: Problem, choice: Choice) -> Layout:
     """The layout with a choice's numbers; spread, where an option stands in several runs."""
-
-    def row(group: int, kind: int) -> Row:
-        taken = [choice[unit][kind] for unit in problem.classes[group]]
+    rows: list[Row] = []
+    for units, kind in product(problem.classes, (0, 1)):
+        taken = [choice[unit][kind] for unit in units]
         counts = Counter(taken)
         breaks = sum(one != other for one, other in pairwise(taken))
-        return Row(tuple(counts.items()), spread=breaks >= len(counts) + 1)
-
-    return _of_rows(problem, row)
+        rows.append(Row(tuple(counts.items()), spread=breaks >= len(counts) + 1))
+    return tuple(zip(rows[::2], rows[1::2], strict=True))
 
 
 def layouts_near(problem: Problem, amounts: Amounts) -> Iterator[Layout]:
     """Layouts with about these amounts, in runs or spread, in the order of their places."""
-
-    def row(group: int, kind: int, spread: tuple[bool, bool]) -> Row:
-        place, count = 2 * group + kind, len(problem.classes[group])
-        runs = _whole(amounts.sums[place], amounts.places[place], count)
-        return Row(runs, spread[kind] and len(runs) > 1)
-
+    counts = [len(units) for units in problem.classes for _ in (0, 1)]
+    every = list(map(_whole, amounts.sums, amounts.places, counts))
     for spread in ((False, True), (False, False), (True, True), (True, False)):
-        yield _of_rows(problem, partial(row, spread=spread))
-
-
-def _of_rows(problem: Problem, row: Callable[[int, int], Row]) -> Layout:
-    return tuple((row(group, 0), row(group, 1)) for group in range(len(problem.classes)))
+        spreads = zip(every, spread * len(problem.classes), strict=True)
+        rows = [Row(runs, is_spread and len(runs) > 1) for runs, is_spread in spreads]
+        yield tuple(zip(rows[::2], rows[1::2], strict=True))
 
 
 def _whole(

@@ -316,7 +316,16 @@ class _Stub(torch.autograd.Function):
         # Something is saved always: a form that recomputes holds inputs for what it drops.
         ctx.save_for_backward(inputs[0].new_empty(0), *(inputs[place] for place in like.saves))
         ctx.wanted = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in inputs]
-        outputs = tuple(_like(output, inputs) for output in made)
+        # Copies of inputs where one has the shape: values stay what a model's values may be.
+        known = {(tensor.shape, tensor.dtype): tensor for tensor in reversed(inputs)}
+        found: list[Tensor] = []
+        for output in made:
+            if (like_it := known.get((output.shape, output.dtype))) is not None:
+                found.append(like_it.detach().clone())
+            else:
+                zeros = torch.zeros(output.shape, dtype=output.dtype, device=inputs[0].device)
+                found.append(zeros)
+        outputs = tuple(found)
         ctx.mark_non_differentiable(
             *(t for t, output in zip(outputs, made, strict=True) if not output.requires_grad)
         )
@@ -329,11 +338,3 @@ class _Stub(torch.autograd.Function):
             for wanted in ctx.wanted
         )
         return None, *zeros
-
-
-def _like(output: _Made, inputs: Sequence[Tensor]) -> Tensor:
-    """A copy of an input where one has the shape: values stay what a model's values may be."""
-    for tensor in inputs:
-        if tensor.shape == output.shape and tensor.dtype == output.dtype:
-            return tensor.detach().clone()
-    return torch.zeros(output.shape, dtype=output.dtype, device=inputs[0].device)

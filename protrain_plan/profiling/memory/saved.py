@@ -269,18 +269,6 @@ class _ForwardSeen:
                 return True
         return len(self._flowing & (unit.outputs - set(unit.keys))) > 1
 
-    def _reads(self, number: int) -> tuple[int, ...]:
-        """The units before the one before it, of whose results with gradients it reads any.
-
-        The last unit reads what the model's code has a name for two units later, which may be read
-        until the end. (Most have one for the first block's input, and read it no more.)
-        """
-        keys = {key for key in self._makers if number in self._readers[key]}
-        for unit in self.units[2:] if number == self._last else ():
-            keys.update(unit.keys[place] for place in unit.staying)
-        makers = {self._makers[key] for key in keys & self._makers.keys()}
-        return tuple(sorted(maker for maker in makers if maker < number - 1))
-
     def unit_bytes(
         self, number: int, own_inputs: Set[int] | None, shared_inputs: tuple[int, ...]
     ) -> SavedBytes:
@@ -303,6 +291,13 @@ class _ForwardSeen:
         # What the loss does not depend on ends with the forward: a swap would take it twice.
         if module is None or not leaving.keys() <= unit.awaited:
             leaving = {}
+        # The units before the one before it, of whose results with gradients it reads any. The last
+        # unit reads what the model's code has a name for two units later, which may be read until
+        # the end. (Most have one for the first block's input, and read it no more.)
+        read = {key for key in self._makers if number in self._readers[key]}
+        for other in self.units[2:] if number == self._last else ():
+            read.update(other.keys[place] for place in other.staying)
+        makers = {self._makers[key] for key in read & self._makers.keys()}
         sizes = list(leaving.values())
         before = self.units[number - 1].saved if number else {}
         return SavedBytes(
@@ -311,7 +306,7 @@ class _ForwardSeen:
             input_leaves=not leaving.keys().isdisjoint(keys),
             own_inputs=own,
             awaited=bool(unit.awaited) or not unit.saved,
-            reads=self._reads(number),
+            reads=tuple(sorted(maker for maker in makers if maker < number - 1)),
             gets=unit.gets,
             shared_inputs=shared_inputs,
             linked=self._linked(number),

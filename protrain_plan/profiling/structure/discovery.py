@@ -273,7 +273,7 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
                 written=self._parameters_in(written),
                 placed=placed,
                 trivial=func.is_view or func._schema.name in _BOOKKEEPING,
-                signature=_described(func, args, kwargs),
+                signature=f"{func} {tree_map_only(Tensor, _geometry, (args, kwargs or {}))}",
             )
         )
         return func(*args, **(kwargs or {}))
@@ -292,12 +292,9 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         return tuple(found)
 
 
-def _described(func: Any, args: object, kwargs: object) -> str:
-    def geometry(tensor: Tensor) -> object:
-        strided = tensor.layout is torch.strided
-        return tensor.dtype, tuple(tensor.shape), tensor.stride() if strided else tensor.layout
-
-    return f"{func} {tree_map_only(Tensor, geometry, (args, kwargs or {}))}"
+def _geometry(tensor: Tensor) -> object:
+    strided = tensor.layout is torch.strided
+    return tensor.dtype, tuple(tensor.shape), tensor.stride() if strided else tensor.layout
 
 
 @contextmanager
@@ -491,7 +488,16 @@ def variation(model: nn.Module, execution: Execution, batches: Iterator[Batch]) 
         for number, batch in zip(range(SEEDS), batches, strict=False):
             start = Start(SEEDS + number, plain_attributes(model))
             other = record_execution(model, batch, start)
-            _refuse_order(order, other)
+            ran = [call.path for call in other.calls if call.path in order]
+            for earlier, later in pairwise(ran):
+                if order[later] <= order[earlier]:
+                    came = "ran twice" if later == earlier else f"came after {earlier}"
+                    raise ProtrainError(
+                        f"the blocks run in another order from step to step: {later} {came} in one"
+                        " forward, and not in another",
+                        fix="run the blocks in one order, each once: a plan has a place for each in"
+                        " a step. Some may be skipped",
+                    )
             if (work := other.work) not in seen:
                 seen.append(work)
                 steps.append((start, batch))
@@ -500,19 +506,6 @@ def variation(model: nn.Module, execution: Execution, batches: Iterator[Batch]) 
     finally:
         restore_attributes(before)
     return Variation(tuple(steps), execution.by_values) if steps else None
-
-
-def _refuse_order(order: Mapping[str, int], other: Execution) -> None:
-    ran = [call.path for call in other.calls if call.path in order]
-    for earlier, later in pairwise(ran):
-        if order[later] <= order[earlier]:
-            came = "ran twice" if later == earlier else f"came after {earlier}"
-            raise ProtrainError(
-                f"the blocks run in another order from step to step: {later} {came} in one forward,"
-                " and not in another",
-                fix="run the blocks in one order, each once: a plan has a place for each in a step."
-                " Some may be skipped",
-            )
 
 
 @dataclass(frozen=True, slots=True)
