@@ -42,7 +42,7 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
     PyTorch does; with checkpointing, no block holds more than in a plan that only recomputes.
     """
     plan = found.solved.plan if found.solved else None
-    batch, micro_batches = found.profile.workload.batch_size, found.micro_batches
+    batch, micro_batches = found.profile.workload.batch_size, found.question.settings.micro_batches
     if plan is None:
         largest = found.infeasible.largest_batch_size if found.infeasible else None
         # The largest that fits and divides the sequences of an update.

@@ -116,8 +116,7 @@ def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple
         if free and free.bytes < lean.bytes:
             lines.append(f"without the pins the device needs {enough(free.bytes + besides)}")
     freed = replace(
-        problem,
-        tiers={tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers},
+        problem, tiers={tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers}
     )
     if freed.tiers != problem.tiers:
         unlimited = min_memory(freed)

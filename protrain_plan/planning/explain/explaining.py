@@ -178,7 +178,7 @@ def explain(profile: Profile, plan: Plan, search: Sequence[SearchStage] = ()) ->
 
 
 def in_words(explanation: Explanation) -> list[str]:
-    """Two or three sentences on the limits, then the reason of each group."""
+    """Two or three sentences on the limits, the reason of each group, then what stages found."""
     lanes = [limit for limit in explanation.limits if isinstance(limit, LaneLimit)]
     memory = [limit for limit in explanation.limits if isinstance(limit, MemoryLimit)]
     words: list[str] = []
@@ -217,13 +217,8 @@ def in_words(explanation: Explanation) -> list[str]:
         "Evaluated between a forward and its backward, the model takes up to"
         f" {format_bytes(explanation.evaluation_bytes)} of tensors on the device."
     )
-    return words + list(_searched(explanation.search))
-
-
-def _searched(stages: Sequence[SearchStage]) -> Iterator[str]:
-    """Sentences on what each stage of the search found, and how good that is."""
     step, bound = inf, 0.0
-    for one in stages:
+    for one in explanation.search:
         found: list[str] = []
         if one.step_seconds < step * (1 - TIE):
             less = f", {1 - one.step_seconds / step:.1%} less" if step < inf else ""
@@ -231,9 +226,10 @@ def _searched(stages: Sequence[SearchStage]) -> Iterator[str]:
         if one.bound_seconds > bound * (1 + TIE):
             found.append(f"no plan takes less than {format_seconds(one.bound_seconds)}")
         step, bound = one.step_seconds, one.bound_seconds
-        yield f"Search, {one.stage}: {'; '.join(found) or 'nothing faster'}."
-    if stages:
-        yield f"The plan's step is {step / bound - 1:.1%} above that bound."
+        words.append(f"Search, {one.stage}: {'; '.join(found) or 'nothing faster'}.")
+    if explanation.search:
+        words.append(f"The plan's step is {step / bound - 1:.1%} above that bound.")
+    return words
 
 
 def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
@@ -496,8 +492,7 @@ class _Explainer:
     def _why(self, burden: _Burden, compared: Sequence[_Compared], *, many: bool) -> str:
         """The budgets that exclude decisions of less work, and the costs of the others."""
         less = sorted(
-            (one for one in compared if one.burden.is_less_than(burden)),
-            key=lambda one: one.burden,
+            (one for one in compared if one.burden.is_less_than(burden)), key=lambda one: one.burden
         )
         others = [one for one in compared if one not in less]
         if not compared or (not less and all(burden.is_less_than(one.burden) for one in others)):

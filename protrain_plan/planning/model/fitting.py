@@ -50,7 +50,8 @@ def within_reach(problem: Problem) -> Problem:
                 numbers[kind] = found
     if any(not of_kind for pair in left for of_kind in pair):
         return problem  # there is no plan
-    return problem.with_options([(pair[0], pair[1]) for pair in left])
+    assert not problem.left, "numbers are those of all options"
+    return problem.changed(left=tuple((pair[0], pair[1]) for pair in left))
 
 
 def _rows(problem: Problem) -> list[tuple[_Rows, _Rows]]:

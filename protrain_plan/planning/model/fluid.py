@@ -132,7 +132,17 @@ class ForwardBackward:
         self._add_balances()
         self._add_lanes()
         self._add_compute()
-        self._add_launches()
+        # One thread launches all of the phase, during stalls and compute. Nothing is added where
+        # the device is slower at its least than that thread at its most.
+        costs = [[o.cost for o in options.activations] for options in self.problem.options]
+        most = sum(max(cost.launch_s for cost in unit) for unit in costs)
+        least = sum(min(cost.compute_s for cost in unit) for unit in costs)
+        if most > least and is_accelerator(self.hardware.device.kind):
+            launches = [
+                (x, option.cost.launch_s / self.second_unit)
+                for _, option, x in model.each_activation()
+            ]
+            self.row("launches", [*launches, *((v, -f) for v, f in self.seconds())], LE)
         if updating:
             self._add_chains()
         self._add_limits(static)
@@ -247,6 +257,7 @@ class ForwardBackward:
 
     def _add_balances(self) -> None:
         """Add what waits after each window: first what is fetched ahead, then what is left."""
+        of_unit = {y: unit for unit, _, y in self.model.each_state()}
         for name, flow in sorted(self.flows.items(), key=lambda item: not item[1].ahead):
             goes_round = self.overlap and name in _UPDATES
             for w in range(self.last + 1):
@@ -273,25 +284,21 @@ class ForwardBackward:
                     # What waits after the last slot is one of the amounts that are summed.
                     self.row(f"{name}_all_{slot}", [(flow.all[w], 1.0), after], GE)
             if goes_round:
-                self._add_deadlines(name, flow)
+                # When a forward slot computes, what waits is of units after it alone.
+                amounts = [pair for terms in flow.amounts.values() for pair in terms]
+                for w, window in enumerate(self.windows):
+                    unit = window[0]
+                    if unit >= self.problem.count:
+                        break
+                    later = [(y, -size) for y, size in amounts if of_unit[y] > unit]
+                    left: Terms = [(flow.waiting[w - 1], 1.0), (flow.stall[w], -1.0)]
+                    self.row(f"{name}_by_{self.model.slot_name(unit)}", [*left, *later], LE)
             elif not flow.ahead:  # the step ends when every move has ended
                 self.row(f"{name}_all", [(flow.waiting[self.last], 1.0)], EQ)
         # The device's update waits for the sums of gradients.
         if self.several and self.updating:
             sums = (self.flows["scatter"], self.flows["sum"])
             self.row("summed_before_update", [(f.compute[self.last], 1.0) for f in sums], EQ)
-
-    def _add_deadlines(self, name: str, flow: Flow) -> None:
-        """When a forward slot computes, what waits is of units after it alone."""
-        of_unit = {y: unit for unit, _, y in self.model.each_state()}
-        amounts = [pair for terms in flow.amounts.values() for pair in terms]
-        for w, window in enumerate(self.windows):
-            unit = window[0]
-            if unit >= self.problem.count:
-                break
-            later = [(y, -size) for y, size in amounts if of_unit[y] > unit]
-            left: Terms = [(flow.waiting[w - 1], 1.0), (flow.stall[w], -1.0)]
-            self.row(f"{name}_by_{self.model.slot_name(unit)}", [*left, *later], LE)
 
     def _add_lanes(self) -> None:
         """During a stall a lane does no more than its time; lanes that share a link share it."""
@@ -396,22 +403,6 @@ class ForwardBackward:
                 ]
                 row = f"beside_together_{name}_{self.name(t)}"
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
-
-    def _add_launches(self) -> None:
-        """One thread launches all of the phase, during stalls and compute.
-
-        Nothing is added where the device is slower at its least than that thread at its most.
-        """
-        costs = [[o.cost for o in options.activations] for options in self.problem.options]
-        most = sum(max(cost.launch_s for cost in unit) for unit in costs)
-        least = sum(min(cost.compute_s for cost in unit) for unit in costs)
-        if most <= least or not is_accelerator(self.hardware.device.kind):
-            return
-        launches = [
-            (x, option.cost.launch_s / self.second_unit)
-            for _, option, x in self.model.each_activation()
-        ]
-        self.row("launches", [*launches, *((v, -f) for v, f in self.seconds())], LE)
 
     def _add_chains(self) -> None:
         """Updates run in the order of backward, and a piece is read, updated, then written."""

@@ -6,12 +6,7 @@ from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple, get_args
 
-from protrain_plan.planning.model.options import (
-    Decision,
-    Pin,
-    UnitOptions,
-    pinned_options,
-)
+from protrain_plan.planning.model.options import Decision, Pin, UnitOptions, pinned_options
 from protrain_plan.simulation.group import (
     collective_seconds_per_byte,
     not_joined,
@@ -72,22 +67,6 @@ Choice = tuple[Decision, ...]
 
 _bind = lru_cache(maxsize=8)(bind)
 """Plans that are looked at are often counted, simulated and simulated again."""
-
-
-def default_piece_bytes(profile: Profile) -> int:
-    """The piece in which optimizer states move, unless the user says otherwise.
-
-    On a CPU machine the staging buffers stand on the device: the smallest that is worth it. With a
-    device beside it, the largest chunk's states make up to `MAX_PIECES_ON_DISK` pieces. A step has
-    no more of them than a search can look at.
-    """
-    beside = is_accelerator(profile.hardware.device.kind)
-    largest = max(unit.state_bytes for unit in profile.units) if beside else 0
-    sizes = [max(unit.state_bytes, unit.gradient_bytes) for unit in profile.units]
-    piece, many = MIN_PIECE_BYTES, MANY_PIECES[beside]
-    while piece * MAX_PIECES_ON_DISK < largest or sum(-(-size // piece) for size in sizes) > many:
-        piece *= 2
-    return piece
 
 
 def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
@@ -256,9 +235,7 @@ _Asked = TypeVarTuple("_Asked")
 _Found = TypeVar("_Found")
 
 
-def _once(
-    method: Callable[["Problem", *_Asked], _Found],
-) -> Callable[["Problem", *_Asked], _Found]:
+def _once(method: Callable[["Problem", *_Asked], _Found]) -> Callable[["Problem", *_Asked], _Found]:
     """Cache what a problem says of a choice, which searches ask again and again."""
 
     @wraps(method)
@@ -322,12 +299,21 @@ class Problem:
         # What goes through the page cache is no more than that may take.
         on_disk = min(budgets.disk, page_cache_bytes) if page_cache_bytes else budgets.disk
         limits: dict[TierName, int] = {"host": budgets.host, "disk": on_disk}
+        # Pieces in which optimizer states move. On a CPU machine the staging buffers stand on the
+        # device: the smallest that is worth it. With a device beside it, the largest chunk's states
+        # make up to `MAX_PIECES_ON_DISK`. A step has no more than a search can look at.
+        beside = is_accelerator(profile.hardware.device.kind)
+        largest = max(unit.state_bytes for unit in profile.units) if beside else 0
+        sizes = [max(unit.state_bytes, unit.gradient_bytes) for unit in profile.units]
+        piece, many = MIN_PIECE_BYTES, MANY_PIECES[beside]
+        while piece * MAX_PIECES_ON_DISK < largest or sum(-(-s // piece) for s in sizes) > many:
+            piece *= 2
         return Problem(
             profile=profile,
             made_from=made_from,
             settings=replace(
                 settings,
-                piece_bytes=settings.piece_bytes or default_piece_bytes(profile),
+                piece_bytes=settings.piece_bytes or piece,
                 overlap_steps=settings.overlap_steps and settings.is_single,
             ),
             pins=tuple(pins),
@@ -433,11 +419,6 @@ class Problem:
             )
             for unit, (activations, states) in zip(found, self.left, strict=True)
         )
-
-    def with_options(self, left: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Problem":
-        """Return the problem with these of its options, by their numbers, per unit."""
-        assert not self.left, "numbers are those of all options"
-        return self.changed(left=tuple(left))
 
     def speculating(self, *tiers: StateTier) -> "Problem":
         """Return the problem with speculative updates on these tiers alone, and pinned ones."""
@@ -590,10 +571,6 @@ class Problem:
             total += of_activations[a] + of_states[s]
         return total + tier_staging_bytes(tier, *self._kinds(choice), self.implied)
 
-    def within_tiers(self, choice: Choice) -> bool:
-        """Whether a choice meets the budgets of the tiers below the device."""
-        return all(self.tier_use(tier, choice) <= limit for tier, limit in self.tiers.items())
-
     def beyond(self, choice: Choice) -> dict[StateTier, int]:
         """Bytes by which a choice exceeds each budget that it does not meet."""
         found: dict[StateTier, int] = {"device": max(self.static_bytes(choice)) - self.device}
@@ -602,7 +579,9 @@ class Problem:
 
     def fits(self, choice: Choice) -> bool:
         """Whether a choice meets all budgets."""
-        return max(self.static_bytes(choice)) <= self.device and self.within_tiers(choice)
+        return max(self.static_bytes(choice)) <= self.device and all(
+            self.tier_use(tier, choice) <= limit for tier, limit in self.tiers.items()
+        )
 
     @_once
     def static_bytes(self, choice: Choice) -> list[int]:

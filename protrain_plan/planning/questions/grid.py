@@ -223,12 +223,10 @@ def search(
     behind, and `done` after that.
     """
     firsts = {id(one): one.first_bound for one in cells}
-
-    def order(one: Cell) -> tuple[float, float]:
-        price, bound = one.price_per_hour, -firsts[id(one)]
-        return (price, bound) if speed else (bound, price)
-
-    ordered, looked_at = sorted(cells, key=order), list[Tried]()
+    by_price = {id(one): (one.price_per_hour, -firsts[id(one)]) for one in cells}
+    ranks = by_price if speed else {key: rank[::-1] for key, rank in by_price.items()}
+    ordered = sorted(cells, key=lambda one: ranks[id(one)])
+    looked_at: list[Tried] = []
     best: Tried | None = None
     for number, cell in enumerate(ordered):
         needed = speed or (best.tokens_per_s if best else 0.0)

@@ -28,7 +28,7 @@ from functools import cached_property
 from itertools import islice
 from math import inf, isfinite
 
-from protrain_plan.garbage import collected_seldom
+from protrain_plan.garbage import SELDOM, collected
 from protrain_plan.planning.explain.advice import infeasible
 from protrain_plan.planning.model.counting import Caution, Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
@@ -45,6 +45,7 @@ from protrain_plan.planning.search.improving import (
     Effort,
     exact_where_free,
     in_runs,
+    never,
     simplified,
 )
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
@@ -156,13 +157,9 @@ def plan(
     return solve_problem(problem, budgets, effort=effort, hints=hints)
 
 
-@collected_seldom()
+@collected(SELDOM)
 def solve_problem(
-    problem: Problem,
-    budgets: Budgets,
-    *,
-    effort: Effort | None = None,
-    hints: Sequence[Hint] = (),
+    problem: Problem, budgets: Budgets, *, effort: Effort | None = None, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """The fastest plan found for a problem with these budgets, or why there is none.
 
@@ -378,7 +375,10 @@ class _Planning:
     def counting(self) -> Counting:
         """The fluid model and its numbers, by windows of slots."""
         window = -(-self.problem.count // WINDOWS)
-        return Counting(self.problem, window=window, stopped=self.effort.watched())
+        # The solver asks ten thousand times: not at all where nothing ends a search.
+        is_endless = self.effort.stopped is never and self.effort.time_limit_s is None
+        stopped = None if is_endless else self.effort.spent
+        return Counting(self.problem, window=window, stopped=stopped)
 
     @cached_property
     def prices(self) -> Prices:

@@ -97,11 +97,6 @@ class Effort:
         """Whether the search has to end now."""
         return self.stopped() or self.left_s() <= 0
 
-    def watched(self) -> Stopped | None:
-        """`spent`, which the solver asks ten thousand times; None where nothing ends a search."""
-        is_endless = self.stopped is never and self.time_limit_s is None
-        return None if is_endless else self.spent
-
     def late(self) -> Callable[[], bool]:
         """Asked often: whether the search should have ended some time ago.
 

@@ -6,7 +6,7 @@ finds is short enough to be read.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise, permutations, product
 from typing import NamedTuple
@@ -61,25 +61,21 @@ def layout_of(problem: Problem, choice: Choice) -> Layout:
 
 def layouts_near(problem: Problem, amounts: Amounts) -> Iterator[Layout]:
     """Layouts with about these amounts, in runs or spread, in the order of their places."""
+    every: list[tuple[tuple[int, int], ...]] = []
     counts = [len(units) for units in problem.classes for _ in (0, 1)]
-    every = list(map(_whole, amounts.sums, amounts.places, counts))
+    for sums, places, count in zip(amounts.sums, amounts.places, counts, strict=True):
+        # Whole numbers near the sums, `count` together: the largest rests are rounded up.
+        numbers = {option: int(amount + 1e-6) for option, amount in sums.items()}
+        rests = sorted(sums, key=lambda option: (numbers[option] - sums[option], option))
+        for option in rests[: count - sum(numbers.values())]:
+            numbers[option] += 1
+        taken = [option for option, number in numbers.items() if number]
+        taken.sort(key=lambda option: (round(places[option], 6), option))
+        every.append(tuple((option, numbers[option]) for option in taken))
     for spread in ((False, True), (False, False), (True, True), (True, False)):
         spreads = zip(every, spread * len(problem.classes), strict=True)
         rows = [Row(runs, is_spread and len(runs) > 1) for runs, is_spread in spreads]
         yield tuple(zip(rows[::2], rows[1::2], strict=True))
-
-
-def _whole(
-    amounts: Mapping[int, float], places: Mapping[int, float], count: int
-) -> tuple[tuple[int, int], ...]:
-    """Whole numbers near the amounts, `count` together: the largest rests are rounded up."""
-    numbers = {option: int(amount + 1e-6) for option, amount in amounts.items()}
-    rests = sorted(amounts, key=lambda option: (numbers[option] - amounts[option], option))
-    for option in rests[: count - sum(numbers.values())]:
-        numbers[option] += 1
-    taken = [option for option, number in numbers.items() if number]
-    taken.sort(key=lambda option: (round(places[option], 6), option))
-    return tuple((option, numbers[option]) for option in taken)
 
 
 class Exchange(NamedTuple):

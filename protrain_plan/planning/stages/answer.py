@@ -79,7 +79,6 @@ class StagesAnswer:
     several: Pipelined | None
     bounds: Mapping[int, float]
     num_shapes: int
-    num_planned: int
     cuts: tuple[int, ...]  # units that a stage may begin with
 
     @property
@@ -214,9 +213,10 @@ class Search:
 
         # The lanes of all, then the fluid model of the most promising, which is planned at once: a
         # good step closes many others.
-        while (ready := self._next(filter(is_open, shapes), LANES)) is not None:
+        while lower := [one for one in shapes if is_open(one) and self.levels[one] < LANES]:
             if self.effort.spent():
                 return best
+            ready = min(lower, key=lambda one: self.cuts[one].seconds)
             self.improve(ready, LANES, best_s / (1 + GAP))
         for _ in range(MOST_PLANNED):
             shape = min(filter(is_open, shapes), key=self.estimate, default=None)
@@ -233,7 +233,8 @@ class Search:
         # What is left proves how far from the best the step may be.
         self.lifted = 0
         while self.lifted < MOST_LIFTED and not self.effort.spent():
-            shape = self._next(filter(is_open, shapes))
+            left = filter(is_open, shapes)
+            shape = min(left, key=lambda one: self.cuts[one].seconds, default=None)
             if shape is None or self.cuts[shape].seconds > self.bound(stages) * (1 + 1e-9):
                 break  # the least bound is that of a shape that has a plan
             if not self.improve(shape, FLUID, best_s / (1 + GAP)):
@@ -261,12 +262,6 @@ class Search:
         run = simulated(shape, stages, pipeline.hops, pipeline.nodes)
         return max(cuts.seconds, run.step_seconds)
 
-    def _next(self, shapes: Iterable[Shape], level: int | None = None) -> Shape | None:
-        """The shape with the least bound; with a level, of those whose cuts are not there yet."""
-        if level is not None:
-            shapes = (shape for shape in shapes if self.levels[shape] < level)
-        return min(shapes, key=lambda one: self.cuts[one].seconds, default=None)
-
     def plan(self, shape: Shape) -> Pipelined | None:
         """The shape's best cuts with a plan of every stage; None where one of them has none.
 
@@ -286,11 +281,12 @@ class Search:
                     seconds = found.stages[s].seconds
                     taken = shape.micro_batches * seconds.cycle_s
                     known[s, first, end] = pipeline.around_seconds(first, s) + taken
-
-            def seconds_of(s: int, first: int, end: int) -> float:
-                return max(bounds.seconds(s, first, end), known.get((s, first, end), 0.0))
-
-            after = best_cuts(seconds_of, pipeline.count, self.starts, shape.stages)
+            after = best_cuts(
+                lambda *run: max(bounds.seconds(*run), known.get(run, 0.0)),
+                pipeline.count,
+                self.starts,
+                shape.stages,
+            )
             if not after.ends or all((s, *run) in known for s, run in enumerate(after.runs)):
                 break
             cuts = after
@@ -393,7 +389,6 @@ def plan_stages(
         several=several,
         bounds={p: bound([p]) for p in numbers},
         num_shapes=sum(len(search.cuts) for search in searches),
-        num_planned=sum(len(search.planned) for search in searches),
         cuts=searches[0].starts,
     )
 

@@ -12,13 +12,7 @@ from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records import fingerprint
-from protrain_runtime.contract.records.plan import (
-    Budgets,
-    PipelinePlan,
-    Plan,
-    StagePlan,
-    TierBytes,
-)
+from protrain_runtime.contract.records.plan import Budgets, PipelinePlan, Plan, StagePlan, TierBytes
 from protrain_runtime.contract.records.profile import Profile
 
 

@@ -150,14 +150,16 @@ def hop_seconds(
     each, node = shape.group.num_devices, whole.in_node
     near, far = joined.intra_node, joined.inter_node
     apart = shape.layout == "stages across nodes"
-
-    def seconds(stage: int, other: int) -> float:
-        if apart and stage * each // node != other * each // node:
+    hops: list[float] = []
+    for stage in range(shape.stages):
+        following = (stage + 1) % shape.stages
+        if apart and stage * each // node != following * each // node:
             assert far, "asked when the group was made"
-            return far.latency_s + num_bytes * min(node, each) / far.gather_bytes_per_s
-        return near.latency_s + num_bytes / near.gather_bytes_per_s
-
-    return tuple(seconds(stage, (stage + 1) % shape.stages) for stage in range(shape.stages))
+            taken = num_bytes * min(node, each) / far.gather_bytes_per_s
+            hops.append(far.latency_s + taken)
+        else:
+            hops.append(near.latency_s + num_bytes / near.gather_bytes_per_s)
+    return tuple(hops)
 
 
 def joined_for(hardware: Hardware, shape: Shape) -> Hardware:
