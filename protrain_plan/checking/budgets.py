@@ -67,8 +67,7 @@ _Size = Annotated[
     Meta(description="a size such as 22GiB"),
 ]
 _Percentage = Annotated[
-    str,
-    Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,9})? ?%$", description="a percentage such as 5%"),
+    str, Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,9})? ?%$", description="a percentage such as 5%")
 ]
 
 

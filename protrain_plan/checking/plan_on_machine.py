@@ -223,8 +223,8 @@ def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -
         has = profile_of_rank(replace(case.profile, hardware=machine), group).hardware
     there: dict[str, int] = {tier.name: tier.capacity_bytes for tier in has.tiers}
     there["device"] = machine.device.memory_bytes
-
-    def limit(tier: str) -> Limit:
+    limits: dict[str, Limit] = {}
+    for tier in ("device", "host", "disk"):
         size, source = there.get(tier, 0), "the machine's memory"
         source += " for each device" * (group.in_node > 1)
         if own:
@@ -236,12 +236,5 @@ def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -
             size, source = in_budget, Path(asked.source).name
         if asked.headroom:
             source += f", {100 * asked.headroom:g}% of it free"
-        return Limit(floor(size * (1 - asked.headroom)), source)
-
-    return PlanOnMachine(
-        model=model,
-        hardware=machine,
-        own=own,
-        limits={tier: limit(tier) for tier in ("device", "host", "disk")},
-        budget=budget,
-    )
+        limits[tier] = Limit(floor(size * (1 - asked.headroom)), source)
+    return PlanOnMachine(model=model, hardware=machine, own=own, limits=limits, budget=budget)

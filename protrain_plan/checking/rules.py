@@ -671,11 +671,7 @@ def check(
 
 
 def _findings(
-    files: Files,
-    look: Look,
-    machines: Machines,
-    on: Sequence[Hardware],
-    allow: tuple[str, ...],
+    files: Files, look: Look, machines: Machines, on: Sequence[Hardware], allow: tuple[str, ...]
 ) -> list[Finding]:
     """One plan's findings, stage by stage; a stage that fails ends what depends on it."""
     found: list[Finding] = []

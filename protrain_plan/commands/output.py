@@ -249,11 +249,9 @@ def progress(
     )
     with bar:
         task = bar.add_task("", total=1.0)
-
-        def tell(what: str, fraction: float) -> None:
-            bar.update(task, description=one_line(what), completed=fraction, refresh=not threaded)
-
-        yield tell
+        yield lambda what, fraction: bar.update(
+            task, description=one_line(what), completed=fraction, refresh=not threaded
+        )
 
 
 @contextmanager

@@ -161,12 +161,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         same = reference.losses[result.first_step :] == result.losses  # that one had no break
         verified = same and reference.parameters_sha256 == result.parameters_sha256
     data = run_json(
-        record,
-        result,
-        plain=options.plain,
-        verified=verified,
-        overruns=overruns,
-        profile=beside(),
+        record, result, plain=options.plain, verified=verified, overruns=overruns, profile=beside()
     )
     drawn = options.weights is None and options.resume is None
     if drawn and record.workload.model_config and not as_json:

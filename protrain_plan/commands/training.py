@@ -23,11 +23,7 @@ from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
-from protrain_plan.profiling.compiling import (
-    compilation_since,
-    compiled_so_far,
-    compiled_whole,
-)
+from protrain_plan.profiling.compiling import compilation_since, compiled_so_far, compiled_whole
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable

@@ -122,8 +122,7 @@ def half_product(call: OperatorCall) -> int:
     if transposed and inner >= _SPLIT_INNER and call.num_threads * _UNIT > columns:
         each += 4 * in_blocks(rows, _UNIT) * in_blocks(columns, _UNIT)
     return max(
-        call.num_threads * each,
-        4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES,
+        call.num_threads * each, 4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES
     )
 
 

@@ -360,16 +360,16 @@ def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:
     num_patches = (vision.image_size // vision.patch_size) ** 2
     # "default" leaves the class token out.
     num_image_tokens = num_patches + (config.vision_feature_select_strategy == "full")
-
-    def seen(window: Tensor, generator: torch.Generator) -> Inputs:
-        shape = (request.batch_size, num_image_tokens)
-        return {
+    shape = (request.batch_size, num_image_tokens)
+    windows = zip(request.windows(), request.generators(), strict=False)
+    return (
+        {
             "input_ids": torch.cat([torch.full(shape, config.image_token_id), window], dim=1),
             "pixel_values": request.images(generator),
             "labels": torch.cat([torch.full(shape, NOT_A_TARGET), window], dim=1),
         }
-
-    return map(seen, request.windows(), request.generators())
+        for window, generator in windows
+    )
 
 
 def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:

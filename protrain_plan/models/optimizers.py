@@ -145,7 +145,7 @@ def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFact
     """
     kind, options = _read(name)
     if ":" in kind:
-        plain = _in_train_mode(partial(imported(kind), **options))
+        plain: OptimizerFactory = partial(_in_train_mode, partial(imported(kind), **options))
     elif kind not in KNOWN:
         raise ProtrainError(
             f"expected one of {', '.join(KNOWN)}, or package.module:Class, got {kind!r}",
@@ -163,20 +163,16 @@ def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFact
     return with_master_weights(plain) if precision == "master" else plain
 
 
-def _in_train_mode(factory: OptimizerFactory) -> OptimizerFactory:
-    """A factory of the same optimizers, in their training mode where they have modes.
+def _in_train_mode(factory: OptimizerFactory, parameters: ParamsT, **options: Any) -> Optimizer:
+    """The factory's optimizer, in its training mode where it has modes.
 
     One that gets groups with all options, as pieces of a chunk do, is in the mode that these say.
     """
-
-    def make(parameters: ParamsT, **options: Any) -> Optimizer:
-        entries: list[Any] = list(parameters)
-        said = [set(one) if isinstance(one, dict) else set() for one in entries]
-        made = factory(entries, **options)
-        anew = any(made.defaults.keys() - own for own in said)
-        return in_train_mode(made) if anew else made
-
-    return make
+    entries: list[Any] = list(parameters)
+    said = [set(one) if isinstance(one, dict) else set() for one in entries]
+    made = factory(entries, **options)
+    anew = any(made.defaults.keys() - own for own in said)
+    return in_train_mode(made) if anew else made
 
 
 def works_in_place(name: str) -> bool:

@@ -36,7 +36,6 @@ from protrain_plan.models.building import (
     float_dtypes,
     moved,
     no_larger_than,
-    of_a_size,
     parameter_dtype,
     seeded,
 )
@@ -130,7 +129,7 @@ class ConfigSource:
 
         with seeded(workload.seed), home:
             try:
-                with of_a_size(source=self.name):
+                with no_larger_than(None, source=self.name):
                     model = (
                         packed_as_drawn(
                             plain, quantize, dtype=dtype, seed=workload.seed, source=self.name

@@ -18,10 +18,8 @@ from typing import Literal
 from protrain_plan.simulation.group import collective_seconds
 from protrain_plan.simulation.rates import rates
 from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
-from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE, Move
+from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import StepSettings
-from protrain_runtime.contract.records.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +69,29 @@ class Timeline:
     compute: tuple[tuple[float, float], ...]
 
 
-def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
-    """Seconds of a move when nothing interferes: latency + bytes / bandwidth.
-
-    The optimizer's step on a piece: piece_s + parameters / speed.
-    """
-    if move.kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        return collective_seconds(move.kind, move.bytes, profile.hardware, settings)
-    tier, count = move.lane.tier, move.stop - move.start
-    if move.lane.direction == "update":
-        return update_seconds(profile.optimizer, count, on_device=tier == "device")
-    assert tier is not None and tier != "device", "others have no link"
-    link = profile.hardware.tier(tier).link
-    bytes_per_s = link.read_bytes_per_s if move.lane.way.inwards else link.write_bytes_per_s
-    return link.latency_s + move.bytes / bytes_per_s
-
-
 def _work(program: BoundProgram) -> list[float]:
-    """The seconds of every move; most are like others, and known."""
-    known, work = program.implications.known_seconds, list[float]()
+    """The seconds of every move when nothing interferes; most are like others, and known.
+
+    They are latency + bytes / bandwidth; of an update of a piece, piece_s + parameters / speed.
+    """
+    profile, work = program.profile, list[float]()
+    known = program.implications.known_seconds
     for move in program.moves:
-        like = (move.kind, move.lane, move.bytes, move.stop - move.start)
+        tier, count = move.lane.tier, move.stop - move.start
+        like = (move.kind, move.lane, move.bytes, count)
         seconds = known.get(like)
         if seconds is None:
-            seconds = known[like] = move_seconds(move, program.profile, program.settings)
+            if move.kind in ("all-gather", "reduce-scatter", "all-reduce"):
+                machine, settings = profile.hardware, program.settings
+                seconds = collective_seconds(move.kind, move.bytes, machine, settings)
+            elif move.lane.direction == "update":
+                seconds = update_seconds(profile.optimizer, count, on_device=tier == "device")
+            else:
+                assert tier is not None and tier != "device", "others have no link"
+                link, inwards = profile.hardware.tier(tier).link, move.lane.way.inwards
+                bytes_per_s = link.read_bytes_per_s if inwards else link.write_bytes_per_s
+                seconds = link.latency_s + move.bytes / bytes_per_s
+            known[like] = seconds
         work.append(seconds)
     return work
 

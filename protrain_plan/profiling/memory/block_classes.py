@@ -9,7 +9,7 @@ and its parameters get no gradients. It never touches them, so they may be on `m
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -125,7 +125,7 @@ def stubs_in_place(found: Sequence[FoundUnit], block_classes: BlockClasses) -> I
         for index, outputs in block_classes.outputs.items():
             module = found[index].module
             assert module is not None, "parts always run"
-            stack.callback(replace_code(module, _stub(outputs)))
+            stack.callback(replace_code(module, partial(_stub, outputs)))
         yield
 
 
@@ -229,9 +229,6 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
     seen: dict[int, _Block] = {}
     making = _Making()
 
-    def before(index: int, *_: object) -> None:
-        making.begin(index)
-
     def after(index: int, _: nn.Module, args: object, kwargs: object, output: object) -> None:
         inputs = tensors_in((args, kwargs))
         operators, making.before = making.before, []
@@ -255,7 +252,7 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
         stack.enter_context(undisturbed(model))
         for index, unit in enumerate(found):
             if unit.module is not None:
-                first, last = partial(before, index), partial(after, index)
+                first, last = (lambda *_, index=index: making.begin(index)), partial(after, index)
                 stack.callback(unit.module.register_forward_pre_hook(first).remove)
                 stack.callback(unit.module.register_forward_hook(last, with_kwargs=True).remove)
         modules = [unit.module for unit in found]
@@ -289,22 +286,19 @@ def _leaf(leaf: object, inputs: Sequence[Tensor], leaves: Sequence[object]) -> o
     return _Made(leaf.shape, leaf.dtype, leaf.requires_grad)
 
 
-def _stub(outputs: _Outputs) -> Callable[..., object]:
-    def forward(*args: object, **kwargs: object) -> object:
-        inputs = tensors_in((args, kwargs))
-        made: Iterator[Tensor] = iter(())
-        if outputs.made:
-            made = iter(_Stub.apply(outputs, *inputs))  # type: ignore[no-untyped-call]
-        leaves: list[object] = []
-        for leaf in outputs.leaves:
-            if isinstance(leaf, _Handed):
-                leaves.append(inputs[leaf.position])
-            else:
-                leaves.append(next(made) if isinstance(leaf, _Made) else leaf)
-        result: object = tree_unflatten(leaves, outputs.tree)
-        return result
-
-    return forward
+def _stub(outputs: _Outputs, *args: object, **kwargs: object) -> object:
+    inputs = tensors_in((args, kwargs))
+    made: Iterator[Tensor] = iter(())
+    if outputs.made:
+        made = iter(_Stub.apply(outputs, *inputs))  # type: ignore[no-untyped-call]
+    leaves: list[object] = []
+    for leaf in outputs.leaves:
+        if isinstance(leaf, _Handed):
+            leaves.append(inputs[leaf.position])
+        else:
+            leaves.append(next(made) if isinstance(leaf, _Made) else leaf)
+    result: object = tree_unflatten(leaves, outputs.tree)
+    return result
 
 
 class _Stub(torch.autograd.Function):

@@ -169,9 +169,7 @@ def analyze_units(
                     for unit, now in zip(units, look(form, other, may_skip=True), strict=True)
                 ]
 
-    def step() -> None:
-        saved_bytes(model, modules, batch, "keep")
-
+    step = partial(saved_bytes, model, modules, batch, "keep")
     lasting.refuse_growth(step)
     on_blocks = is_accelerator(device)
     chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
@@ -182,11 +180,17 @@ def analyze_units(
     held_inputs = sum(in_blocks(size, block) for unit in keep for size in unit.shared_inputs)
     base += lasting.num_bytes(block=block) + held_inputs
     base += absent_scale_bytes(model, block=block)
+    if not on_blocks:
+        # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in
+        # flight, and one element is there for an offloaded parameter; losses and their gradients
+        # are a few more.
+        base += 2 * sum(rule.scalar_bytes() for rule in stepped.values())
+        base += sum(part.dtype.itemsize for part in parts) + 256
     return ModelStructure(
         found=found,
         chunks=chunks,
         saved=saved,
-        base_bytes=base + (0 if on_blocks else _scalars(parts, stepped)),
+        base_bytes=base,
         fixed_bytes=_beside_in_blocks(parts, stepped) if on_blocks else 0,
         once=once,
         num_warm=lasting.num_steps(step),
@@ -245,16 +249,6 @@ def _staying(
     return stays
 
 
-def _scalars(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -> int:
-    """Bytes on a CPU that belong to no unit.
-
-    An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight, and
-    one element is there for an offloaded parameter; losses and their gradients are a few more.
-    """
-    steps = 2 * sum(rule.scalar_bytes() for rule in rules.values())
-    return steps + sum(part.dtype.itemsize for part in parts) + 256
-
-
 _NORMS = 2
 """A gradient's scalars while it is clipped: one taken as it left, or by `clip_grad_norm_`, and what
 of that is multiplied."""
@@ -284,10 +278,7 @@ def _beside_in_blocks(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -
 
 
 def measure_bytes(
-    model: nn.Module,
-    batch: Batch,
-    structure: ModelStructure,
-    meter: passes.MeterFactory,
+    model: nn.Module, batch: Batch, structure: ModelStructure, meter: passes.MeterFactory
 ) -> tuple[list[Unit], int]:
     """The units with their bytes, from one training step per form, and those that a step leaves.
 
@@ -320,10 +311,6 @@ def measure_bytes(
         for start, other in structure.variation.steps if structure.variation else ():
             with starting_from(model, start):
                 yield other
-
-    def of_steps(forms: Sequence[Form]) -> Iterator[tuple[Segment, ...]]:
-        for other in batches():
-            yield segments(other, forms, may_skip=other is not batch)
 
     def note(part: Slice, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
@@ -379,7 +366,12 @@ def measure_bytes(
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(batch, forms), structure, arrived)
     if structure.variation is not None:
-        units = _held_in(units, of_steps, structure, arrived)
+        units = _held_in(
+            units,
+            lambda forms: (segments(one, forms, may_skip=one is not batch) for one in batches()),
+            structure,
+            arrived,
+        )
     left = max(levels[0].left for levels in memory.values()) - gradients(2 * len(modules))
     loss = in_blocks(_LOSS_BYTES, structure.block)
     return units, max(0, left - loss)
@@ -423,7 +415,7 @@ def _levels(
 
 
 _LOSS_BYTES = 64
-"""Bytes of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
+"""Bytes of a loss, with room for what a wrapper keeps of it: the base has them."""
 
 
 def _mixtures(units: Sequence[Unit]) -> list[list[Form]]:

@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
@@ -210,7 +210,7 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         self.operations: list[Operation] = []
         self.asks = self.by_values = False
         self._paths = {module: path for path, module in model.named_modules()}
-        self._clock = 0
+        self._tick = count(1).__next__
         self._thread = threading.get_ident()
         self._begun: dict[nn.Module, list[int]] = defaultdict(list)
         self._inside: list[str] = []  # the paths of the modules that run
@@ -220,10 +220,6 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         for name, parameter in model.named_parameters():
             first, past = extent(parameter)
             self._owners[parameter.untyped_storage()._cdata].append((first, past, name))
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
 
     def begin(self, module: nn.Module, *_: object) -> None:
         """A module's forward begins: a hook of every module."""
