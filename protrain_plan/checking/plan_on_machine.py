@@ -42,8 +42,7 @@ def predicted(plan: Plan, profile: Profile) -> Predicted:
         found = of_plan(plan, profile)
         return Predicted(found.peak_bytes, found.step_seconds, found.record.stages)
     problem = Problem.of_plan(plan, profile)
-    peaks = peak_bytes(problem.program(plan.units))
-    return Predicted(peaks, step_seconds(problem, plan.units)[0])
+    return Predicted(peak_bytes(problem.program(plan.units)), step_seconds(problem, plan.units)[0])
 
 
 def misfit(plan: Plan, profile: Profile) -> str | None:
@@ -52,8 +51,7 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
         return found.problem
     problem = Problem.of_plan(plan, profile)
     for index, unit in enumerate(plan.units):
-        described = problem.unit_plan(index, unit.activations, unit.states, unit.schedule)
-        if described != unit:
+        if problem.unit_plan(index, unit.activations, unit.states, unit.schedule) != unit:
             return f"{unit.name} differs from its entry in the profile"
     try:
         for of_stage, own in problems_of(plan, profile):

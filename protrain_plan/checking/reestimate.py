@@ -84,8 +84,7 @@ def changed_keys(recorded: str, now: str) -> tuple[str, ...]:
     if recorded == now:
         return ()
     before, after = (json.loads(text) if text else {} for text in (recorded, now))
-    keys = {**before, **after}
-    return tuple(key for key in keys if before.get(key) != after.get(key))
+    return tuple(key for key in {**before, **after} if before.get(key) != after.get(key))
 
 
 def missing(workload: Workload) -> str | None:

@@ -56,10 +56,9 @@ class Cells:
     """Every row with every offer, and each of the `values` of resources: a line of cells each.
 
     With a `global_batch`, requests have a batch of one, and each question the batch and the
-    micro-batches of the fastest update of so many sequences. Where a model fits with no batch,
-    it is asked about with one sequence. With `stages`, these are the numbers of stages to choose
-    from (none: all), and `sizes` the micro-batches. `jobs` processes work at once, None: one a
-    core.
+    micro-batches of the fastest update of so many sequences. Where a model fits with no batch, it
+    is asked about with one sequence. With `stages`, these are the numbers of stages to choose from
+    (none: all), and `sizes` the micro-batches. `jobs` processes work at once, None: one a core.
     """
 
     rows: Sequence[Row]
@@ -121,8 +120,7 @@ class Cells:
             for cell in zip(line, fits, strict=True)
         )
         if not compare and not helps:
-            is_one = len(self._every) == len(self.values) == 1 and self.stages is None
-            if is_one:
+            if len(self._every) == len(self.values) == 1 and self.stages is None:
                 [one] = found
                 assert one.reached is not None
                 found = [replace(one, best=best_change(one.reached, self.kept, progress))]

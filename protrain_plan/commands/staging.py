@@ -43,8 +43,7 @@ class StageOptions:
         """The numbers to choose from; none: all."""
         if self.stages in (None, "auto"):
             return ()
-        auto = "--stages auto tries all possible numbers"
-        return integers("--stages", self.stages or "", auto)
+        return integers("--stages", self.stages or "", "--stages auto tries all possible numbers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,8 +202,7 @@ def _cpu_packed_product(call: OperatorCall) -> int:
     if call.given.dtype not in HALF:
         return packed_product(call)
     rows, inner = call.given.numel() // call.given.shape[-1], call.given.shape[-1]
-    columns = call["shapeB"][0]
-    each = packed_bytes(rows, inner, columns)
+    each = packed_bytes(rows, inner, call["shapeB"][0])
     whole = 4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES
     return packed_product(call) + max(call.num_threads * each, whole)
 
@@ -276,8 +275,7 @@ def _transposed_copy(call: OperatorCall) -> int:
     source = call["src"] if copies else call.given
     if not isinstance(source, Tensor) or source.dtype != target.dtype or source.dim() != 2:
         return 0
-    rows = source.shape[0]
-    transposed = source.stride() == (1, rows) and target.is_contiguous()
+    transposed = source.stride() == (1, source.shape[0]) and target.is_contiguous()
     if not transposed or source.numel() < _TRANSPOSED_BLOCK**2:
         return 0
     return _TRANSPOSED_BLOCK**2 * source.itemsize

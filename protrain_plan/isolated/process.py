@@ -60,8 +60,7 @@ class EndedError(ProtrainError):
 
 def start_server(imports: Iterable[str]) -> None:
     """Start the server, which imports what is there of these modules; it ends with this thread."""
-    names = ["protrain_plan.isolated.server", *imports]
-    get_context("forkserver").set_forkserver_preload(names)
+    get_context("forkserver").set_forkserver_preload(["protrain_plan.isolated.server", *imports])
     with _starting_quietly():
         forkserver.ensure_running()
 

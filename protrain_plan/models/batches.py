@@ -334,10 +334,9 @@ def _pairs(request: BatchRequest) -> Iterator[Inputs]:
             source=request.source,
             fix="--batch-size 2 or more",
         )
-    windows = zip(request.windows(), request.generators(), strict=False)
     return (
         {"input_ids": window, "pixel_values": request.images(generator), "return_loss": True}
-        for window, generator in windows
+        for window, generator in zip(request.windows(), request.generators(), strict=False)
     )
 
 
@@ -346,10 +345,9 @@ def _sound_and_text(request: BatchRequest) -> Iterator[Inputs]:
     config = request.config
     # The encoder's second convolution has a stride of two.
     shape = (request.batch_size, config.num_mel_bins, 2 * config.max_source_positions)
-    windows = zip(request.windows(), request.generators(), strict=False)
     return (
         {"input_features": noise(shape, generator), "labels": window}
-        for window, generator in windows
+        for window, generator in zip(request.windows(), request.generators(), strict=False)
     )
 
 
@@ -361,14 +359,13 @@ def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:
     # "default" leaves the class token out.
     num_image_tokens = num_patches + (config.vision_feature_select_strategy == "full")
     shape = (request.batch_size, num_image_tokens)
-    windows = zip(request.windows(), request.generators(), strict=False)
     return (
         {
             "input_ids": torch.cat([torch.full(shape, config.image_token_id), window], dim=1),
             "pixel_values": request.images(generator),
             "labels": torch.cat([torch.full(shape, NOT_A_TARGET), window], dim=1),
         }
-        for window, generator in windows
+        for window, generator in zip(request.windows(), request.generators(), strict=False)
     )
 
 

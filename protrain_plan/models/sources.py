@@ -157,8 +157,7 @@ class ConfigSource:
 
         For a language model {"input_ids", "labels"}, both int64 [batch_size, seq_len]. Features
         that are no tokens are in the dtype of the parameters. ProtrainError where no batches are
-        known for the architecture, it has fewer than 256 tokens, or fewer positions than
-        `seq_len`.
+        known for the architecture, it has fewer than 256 tokens, or fewer positions than `seq_len`.
         """
         stored = parameter_dtype(workload.dtype, workload.precision)
         config, model_class = self._config_and_class()

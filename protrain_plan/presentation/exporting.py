@@ -108,8 +108,7 @@ def export(plan: Plan, tool: str) -> Exported:
             if switches.clip
             else f"Nothing is clipped, as in the plan ({exporter.norm}): one made with --clip does."
         )
-    text = exporter.write(config)
-    return Exported(file_name=exporter.file_name, text=text, losses=tuple(losses))
+    return Exported(file_name=exporter.file_name, text=exporter.write(config), losses=tuple(losses))
 
 
 def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:

@@ -351,8 +351,7 @@ def _limits(row: Row) -> list[str]:
     best = row.get("best_change")
     gained = best and (best["change"], row["tokens_per_second"], best["tokens_per_second"])
     sizes = row["peak_bytes"], row["plain_device_bytes"], row["budget_bytes"]
-    change = change_text(*sizes, gained=gained)
-    return [f"limited by {row['binds']}", change]
+    return [f"limited by {row['binds']}", change_text(*sizes, gained=gained)]
 
 
 def columns_text(columns: Sequence[str]) -> list[str]:

@@ -152,8 +152,7 @@ def timed(
     """
 
     def median(form: Form, slots: Sequence[int]) -> float:
-        steps = seconds[form]
-        found = statistics.median(step[slot] for step in steps for slot in slots)
+        found = statistics.median(step[slot] for step in seconds[form] for slot in slots)
         if FORMS[form].of == "last part":
             found = max(found, 1.01 * median("keep", slots))
         return four_digits(found)

@@ -327,8 +327,7 @@ class _Simulation:
             last = max(awaited, key=lambda number: self.ended[number] or 0.0)
             last %= self.num_moves
             lane = str(self.lanes[self.lane_of[last]])
-            name = self.program.move_name(last)
-            found.append(Stall(slot, seconds, name, lane, reason))
+            found.append(Stall(slot, seconds, self.program.move_name(last), lane, reason))
         return tuple(found)
 
     def _submit(self, moves: Sequence[int]) -> None:

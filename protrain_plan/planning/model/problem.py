@@ -294,8 +294,7 @@ class Problem:
                 fix="give the embedding dense gradients (sparse=False)",
             )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
-        machine = through_cache(profile.hardware, page_cache_bytes)
-        profile = replace(profile, hardware=machine)
+        profile = replace(profile, hardware=through_cache(profile.hardware, page_cache_bytes))
         # What goes through the page cache is no more than that may take.
         on_disk = min(budgets.disk, page_cache_bytes) if page_cache_bytes else budgets.disk
         limits: dict[TierName, int] = {"host": budgets.host, "disk": on_disk}

@@ -81,8 +81,7 @@ class LinearProgram:
     def add_row(self, terms: Sequence[tuple[pulp.LpVariable, float]], *, at_least: float) -> None:
         """Add `sum of terms >= at_least`; no variable twice."""
         indices = [variable.index for variable, _ in terms]
-        factors = [factor for _, factor in terms]
-        self._highs.addRow(at_least, inf, len(terms), indices, factors)
+        self._highs.addRow(at_least, inf, len(terms), indices, [factor for _, factor in terms])
 
     def add_excess(self, rows: Sequence[pulp.LpConstraint], cost: float) -> None:
         """Allow these `<=` rows one excess at this cost: `allow_excess`."""
@@ -178,7 +177,6 @@ def solve(
     stopped: Stopped | None = None,
 ) -> Solution:
     """Minimise `model` once; arguments as of `LinearProgram.solve`."""
-    program = LinearProgram(model, interior=not integer, stopped=stopped)
-    return program.solve(
+    return LinearProgram(model, interior=not integer, stopped=stopped).solve(
         integer=integer, time_limit_s=time_limit_s, max_nodes=max_nodes, gap=gap, target=target
     )

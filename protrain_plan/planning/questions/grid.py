@@ -138,8 +138,7 @@ def fits(questions: Sequence[Question], *, compare: bool = False, gap: float = G
     for question in questions:
         less = [one for one in found if one.is_for_less(question)]
         known = max(less or found[-1:], key=lambda one: one.tokens_per_s or 0.0, default=None)
-        effort = Effort(gap_target=gap)
-        found.append(fit(question, effort=effort, compare=compare, known=known))
+        found.append(fit(question, effort=Effort(gap_target=gap), compare=compare, known=known))
     return found
 
 
@@ -246,8 +245,9 @@ def search(
         looked_at.append(found)
         done(found)
         if reaches:
-            unseen = tuple(ordered[number + 1 :])
-            return Found(best=found, looked_at=tuple(looked_at), unseen=unseen)
+            return Found(
+                best=found, looked_at=tuple(looked_at), unseen=tuple(ordered[number + 1 :])
+            )
         if not speed and found.tokens_per_s > needed:
             best = found
     return Found(best=best, looked_at=tuple(looked_at))

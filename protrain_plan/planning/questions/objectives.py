@@ -60,8 +60,7 @@ def ask(
     answer = Answer(question=question)
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
-        slowdown = objective.max_slowdown
-        least = least_memory(problems, budgets, max_slowdown=slowdown, effort=ours)
+        least = least_memory(problems, budgets, max_slowdown=objective.max_slowdown, effort=ours)
         if isinstance(least, Infeasible):
             outcome = least
         else:
@@ -99,8 +98,7 @@ def ask(
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
         unpinned = replace(question, pins=()).problems()
-        known = [outcome.plan.units]
-        free = solve_sparing(unpinned, budgets, effort=ours, hints=known)
+        free = solve_sparing(unpinned, budgets, effort=ours, hints=[outcome.plan.units])
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem = problem_of(outcome, problems)

@@ -587,8 +587,7 @@ class _Walk:
             if drain == end - 1 - unit - ceil(lead) - unit - 1:
                 drain = None
             leads = submitted.get((unit, 0), 0), submitted.get((unit, 1), 0), lead
-            late = unit in self.late
-            found.append(schedule_of((*leads, drain, drains.get((unit, False)), late)))
+            found.append(schedule_of((*leads, drain, drains.get((unit, False)), unit in self.late)))
         return tuple(found)
 
 

@@ -63,8 +63,7 @@ class StagesQuestion:
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        profile = next(iter(self.profiles.values()))
-        return self.global_batch * profile.workload.seq_len
+        return self.global_batch * next(iter(self.profiles.values())).workload.seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +141,7 @@ class Search:
 
     def __init__(self, question: StagesQuestion, shapes: Iterable[Shape], effort: Effort) -> None:
         self.question, self.effort, self.lifted = question, effort, 0
-        profile = next(iter(question.profiles.values()))
-        self.starts = possible_cuts(profile)
+        self.starts = possible_cuts(next(iter(question.profiles.values())))
         self.bounds: dict[Shape, Bounds] = {}
         lanes: dict[object, Lanes] = {}
         self.cuts: dict[Shape, Cuts] = {}
@@ -163,11 +161,9 @@ class Search:
 
     def _cut(self, shape: Shape, below_s: float) -> None:
         bounds = self.bounds[shape]
-        count = bounds.pipeline.count
-        found = best_cuts(bounds.seconds, count, self.starts, shape.stages, below_s)
+        found = best_cuts(bounds.seconds, bounds.pipeline.count, self.starts, shape.stages, below_s)
         self.cuts[shape] = Cuts(max(found.seconds, self.cuts[shape].seconds), found.ends)
-        runs = enumerate(found.runs)
-        levels = [bounds.level(s, first, end) for s, (first, end) in runs]
+        levels = [bounds.level(s, first, end) for s, (first, end) in enumerate(found.runs)]
         self.levels[shape] = min(levels, default=FLUID)
 
     def improve(self, shape: Shape, most: int, below_s: float = inf) -> bool:
@@ -278,8 +274,7 @@ class Search:
             for s, (first, end) in enumerate(cuts.runs):
                 known[s, first, end] = inf
                 if found:
-                    seconds = found.stages[s].seconds
-                    taken = shape.micro_batches * seconds.cycle_s
+                    taken = shape.micro_batches * found.stages[s].seconds.cycle_s
                     known[s, first, end] = pipeline.around_seconds(first, s) + taken
             after = best_cuts(
                 lambda *run: max(bounds.seconds(*run), known.get(run, 0.0)),
@@ -323,8 +318,7 @@ def stages_of(question: StagesQuestion) -> tuple[int, ...]:
                     fix="--stages auto tries all possible numbers",
                 )
         return tuple(sorted({1, *question.stages}))
-    profile = next(iter(question.profiles.values()))
-    most = 1 + len(possible_cuts(profile))
+    most = 1 + len(possible_cuts(next(iter(question.profiles.values()))))
     return tuple(p for p in range(1, min(count, most) + 1) if count % p == 0)
 
 

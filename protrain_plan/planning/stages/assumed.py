@@ -54,8 +54,7 @@ def _with_twice_the_host(profile: Profile) -> Profile | None:
         host_parameters_per_s=2 * optimizer.host_parameters_per_s,
         node_parameters_per_s=2 * optimizer.node_parameters_per_s,
     )
-    machine = replace(profile.hardware, rates=twice)
-    return replace(profile, hardware=machine, optimizer=faster)
+    return replace(profile, hardware=replace(profile.hardware, rates=twice), optimizer=faster)
 
 
 def _with_faster_network(profile: Profile) -> Profile | None:
@@ -90,8 +89,7 @@ def assumptions(question: StagesQuestion, effort: Effort | None = None) -> tuple
         profiles = {size: profile for size, profile in changed.items() if profile is not None}
         if not profiles:
             continue
-        asked = replace(question, profiles=profiles)
-        search = searched(asked, effort or Effort())
+        search = searched(replace(question, profiles=profiles), effort or Effort())
         numbers = sorted({shape.stages for shape in search.cuts})
         single = _lane_bound(search, [1])
         several = _lane_bound(search, [number for number in numbers if number > 1])

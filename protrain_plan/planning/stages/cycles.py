@@ -368,8 +368,7 @@ class Bounds:
                 self._lanes[alike] = Lanes(pipeline, self.kinds, s)
             counts = [int(number) for number in self._before[end] - self._before[first]]
             buffers = pipeline.buffer_bytes(((first, end),), s)
-            around_s = pipeline.around_seconds(first, s)
-            better = self._lanes[alike].seconds(counts, buffers, around_s)
+            better = self._lanes[alike].seconds(counts, buffers, pipeline.around_seconds(first, s))
         else:
             better = pipeline.fluid_bound(s, first, end)
         self._found[self._key(s, first, end)] = level, max(seconds, better)

@@ -317,8 +317,7 @@ class _Stub(torch.autograd.Function):
             if (like_it := known.get((output.shape, output.dtype))) is not None:
                 found.append(like_it.detach().clone())
             else:
-                zeros = torch.zeros(output.shape, dtype=output.dtype, device=inputs[0].device)
-                found.append(zeros)
+                found.append(torch.zeros(output.shape, dtype=output.dtype, device=inputs[0].device))
         outputs = tuple(found)
         ctx.mark_non_differentiable(
             *(t for t, output in zip(outputs, made, strict=True) if not output.requires_grad)

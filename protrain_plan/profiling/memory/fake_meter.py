@@ -127,8 +127,7 @@ def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int |
             del args, kwargs, result
     taken = [each for each in meter.segments if each.label == "call"]
     for call, each, found in zip(new, taken, shapes, strict=True):
-        same = found == call.results
-        _MEASURED[call] = each.peak_bytes - each.end_bytes if same else None
+        _MEASURED[call] = each.peak_bytes - each.end_bytes if found == call.results else None
     return _MEASURED
 
 
@@ -336,8 +335,7 @@ class _Token:
 @cache
 def _resolves(func: Any, key: str) -> bool:
     """Whether an operator has its operands resolved first: all that have no kernel of their own."""
-    name = func.name()
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:

@@ -356,8 +356,7 @@ def slot_seconds(
 
     step(forms[0])
     if num_steps is None:
-        first = sum(step(forms[0])[0])
-        num_steps = sampled_steps(first)
+        num_steps = sampled_steps(sum(step(forms[0])[0]))
     turns = num_steps * tuple(forms)
     for done, form in enumerate(turns, 1):
         seconds, launching = step(form)

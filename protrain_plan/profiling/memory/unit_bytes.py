@@ -57,15 +57,14 @@ class ModelStructure:
     """A model's units, their parameters, and what each saves that is its own.
 
     `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
-    what libraries keep. `once` are the blocks whose forward cannot run twice, with the reasons
-    (see `rerun`), and `stays` says of units why their states stay on the device. `num_warm`
-    steps replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes
-    that a recomputed block may hold of what others read too. `rules` are the
-    optimizer's. `unused` are the blocks that the loss does not
-    depend on: nothing that they saved outlives the forward. `kept` ones have one form: they keep
-    what they save, whatever the others do. `last_forms` are forms to try of the last part. Storages
-    take whole blocks of `block` bytes. `variation` are further steps of a model that does other
-    work from step to step.
+    what libraries keep. `once` are the blocks whose forward cannot run twice, with the reasons (see
+    `rerun`), and `stays` says of units why their states stay on the device. `num_warm` steps
+    replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes that a
+    recomputed block may hold of what others read too. `rules` are the optimizer's. `unused` are the
+    blocks that the loss does not depend on: nothing that they saved outlives the forward. `kept`
+    ones have one form: they keep what they save, whatever the others do. `last_forms` are forms to
+    try of the last part. Storages take whole blocks of `block` bytes. `variation` are further steps
+    of a model that does other work from step to step.
     """
 
     found: tuple[FoundUnit, ...]
@@ -244,8 +243,7 @@ def _staying(
             elif part.parameter.untyped_storage()._cdata in aliased:
                 stays[chunk.unit] = ALIASED
             elif part.trainable and stepped[part.name].reason:
-                together = stepped[part.name].together
-                stays.setdefault(chunk.unit, TOGETHER if together else WHOLE)
+                stays.setdefault(chunk.unit, TOGETHER if stepped[part.name].together else WHOLE)
     return stays
 
 
@@ -329,8 +327,7 @@ def measure_bytes(
     with ExitStack() as stack:
         for part in (part for chunk in structure.chunks for part in chunk.slices):
             if part.trainable:
-                hook = partial(note, part)
-                handle = part.parameter.register_post_accumulate_grad_hook(hook)
+                handle = part.parameter.register_post_accumulate_grad_hook(partial(note, part))
                 stack.callback(handle.remove)
         steps = {form: [step(form)] for form in structure.saved}
         last: dict[Form, list[_Levels]] = {}
@@ -542,8 +539,7 @@ def _live_gradients(structure: ModelStructure, arrived: Mapping[str, int], *, af
 
 
 def _chunks(model: nn.Module, found: Sequence[FoundUnit], alignment: int) -> list[Chunk]:
-    shape = [(unit.kind, unit.name, unit.listed) for unit in found]
-    parameters = unit_parameters(model, shape)
+    parameters = unit_parameters(model, [(unit.kind, unit.name, unit.listed) for unit in found])
     owner = {name: index for index, unit in enumerate(parameters) for name, _ in unit}
     users: list[list[int]] = [[index] for index in range(len(found))]
     for index, unit in enumerate(found):

@@ -261,13 +261,12 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         by_offset = func is torch.ops.aten.as_strided.default and args[3:] not in ((), (None,))
         storages = {one._cdata for one in args if isinstance(one, torch.UntypedStorage)}
         taken = [name for key in storages for *_, name in self._owners.get(key, ())]
-        placed = (*(used if by_offset else ()), *taken)
         self.operations.append(
             Operation(
                 at=self._tick(),
                 parameters=tuple(dict.fromkeys((*used, *taken))),
                 written=self._parameters_in(written),
-                placed=placed,
+                placed=(*(used if by_offset else ()), *taken),
                 trivial=func.is_view or func._schema.name in _BOOKKEEPING,
                 signature=f"{func} {tree_map_only(Tensor, _geometry, (args, kwargs or {}))}",
             )
@@ -664,10 +663,9 @@ class _Repeated:
 
 def _repeated(model: nn.Module, execution: Execution) -> _Repeated:
     """The outermost layers that run several times: siblings, where these do most of the work."""
-    times = Counter(call.module for call in execution.calls)
     several = {
         module
-        for module, number in times.items()
+        for module, number in Counter(call.module for call in execution.calls).items()
         if number > 1 and module is not model and _is_composite(module) and _has_parameters(module)
     }
     siblings = {module for group in _alike(model, several) for module in group}

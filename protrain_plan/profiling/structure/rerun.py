@@ -272,8 +272,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         stack.enter_context(own_checkpoints.replaced(lambda _: True))
         for unit, module in enumerate(modules):
             if module is not None:
-                watch = partial(twice, unit, module, code_of(module))
-                stack.callback(replace_code(module, watch))
+                stack.callback(replace_code(module, partial(twice, unit, module, code_of(module))))
         call_model(model, batch)
         for end in at_end:
             end()
