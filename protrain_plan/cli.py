@@ -46,7 +46,7 @@ gc.disable()  # until all is imported: nothing of that is garbage
 
 from collections.abc import Callable
 from traceback import walk_tb
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 # Before anything imports torch: a lane's waiting threads must not spin on the processors that
 # compute; the profiler warns of blocks that we know of, and transformers of published settings.
@@ -116,17 +116,12 @@ app.add_typer(hardware, name="hardware", help=machines.HELP, epilog=machines.EXA
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; what a user can mend becomes one message."""
     gc.disable()  # until a command begins: help ends before there is garbage
-    run_command(lambda: app(standalone_mode=False))  # a typer.Exit comes back as its code
-
-
-def run_command(command: Callable[[], int | None]) -> NoReturn:
-    """End with what a command gives as exit code; what a user can mend becomes one message."""
     prepare_streams()
     quiet_libraries()
     try:
-        code = command()
+        code: int | None = app(standalone_mode=False)  # that of a typer.Exit
         flush()
         if code == INTERRUPTED:  # typer makes Ctrl-C a code
             print_error("interrupted")

@@ -8,29 +8,18 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_USUAL = gc.get_threshold()
-_SELDOM = (20_000, 10, 1_000)
+USUAL = gc.get_threshold()
+"""As in a run: where bytes are counted, cycles may hold tensors until then."""
+
+SELDOM = (20_000, 10, 1_000)
 """Objects more before the young ones are looked through, and how often before older ones are."""
 
 
 @contextmanager
-def collected_seldom() -> Iterator[None]:
-    """Inside, Python looks for garbage seldom."""
-    with _thresholds(_SELDOM):
-        yield
-
-
-@contextmanager
-def collected_as_usual() -> Iterator[None]:
-    """Inside, as it does in a run: where bytes are counted, cycles may hold tensors until then."""
-    with _thresholds(_USUAL):
-        yield
-
-
-@contextmanager
-def _thresholds(wanted: tuple[int, int, int]) -> Iterator[None]:
+def collected(often: tuple[int, int, int]) -> Iterator[None]:
+    """Inside, Python looks for garbage so often."""
     before = gc.get_threshold()
-    gc.set_threshold(*wanted)
+    gc.set_threshold(*often)
     try:
         yield
     finally:

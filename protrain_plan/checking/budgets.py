@@ -67,8 +67,7 @@ _Size = Annotated[
     Meta(description="a size such as 22GiB"),
 ]
 _Percentage = Annotated[
-    str,
-    Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,9})? ?%$", description="a percentage such as 5%"),
+    str, Meta(pattern=r"^[0-9]{1,6}(\.[0-9]{1,9})? ?%$", description="a percentage such as 5%")
 ]
 
 
@@ -138,7 +137,18 @@ def read_limits(path: Path) -> Limits:
 
 
 def _limits(top: Document) -> Limits:
-    budgets = _budgets(top.at("budgets")) if "budgets" in top.data else {}
+    budgets: dict[str, MachineBudget] = {}
+    if "budgets" in top.data:
+        machines = top.at("budgets")
+        budgets = {name: _budget(name, entry) for name, entry in machines.mapping().items()}
+        # A plan is held against all of them.
+        num_patterns = sum(len(budget.plans) for budget in budgets.values())
+        for what, count, most in (
+            ("machines", len(budgets), _MAX_MACHINES),
+            ("patterns of plans", num_patterns, MAX_LIST),
+        ):
+            if count > most:
+                raise machines.error(f"expected at most {most} {what}, got {count}")
     top.read(content())
     return Limits(budgets=budgets, allow=tuple(dict.fromkeys(top.data.get("allow", ()))))
 
@@ -174,19 +184,6 @@ def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise RecordError(f"expected a table, got {cut(repr(table))}", source=source, key=where)
     return table
-
-
-def _budgets(machines: Document) -> dict[str, MachineBudget]:
-    found = {machine: _budget(machine, entry) for machine, entry in machines.mapping().items()}
-    # A plan is held against all of them.
-    num_patterns = sum(len(budget.plans) for budget in found.values())
-    for what, count, most in (
-        ("machines", len(found), _MAX_MACHINES),
-        ("patterns of plans", num_patterns, MAX_LIST),
-    ):
-        if count > most:
-            raise machines.error(f"expected at most {most} {what}, got {count}")
-    return found
 
 
 def _budget(machine: str, entry: Document) -> MachineBudget:

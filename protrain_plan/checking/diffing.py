@@ -5,8 +5,7 @@ With the bytes and seconds that the plans predict, before and after.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.folding import fold, runs
@@ -211,7 +210,7 @@ def in_words(diff: PlanDiff) -> str:
 
 
 def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
-    texts: tuple[tuple[str, Callable[[Plan], str]], ...] = (
+    texts: list[tuple[str, Callable[[Plan], str]]] = [
         ("model", lambda plan: plan.workload.model),
         ("model fingerprint", lambda plan: plan.model_fingerprint),
         ("batch", lambda plan: f"{plan.workload.batch_size} x {plan.workload.seq_len} tokens"),
@@ -225,12 +224,17 @@ def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
         ("device budget", lambda plan: _size(plan.budgets.device)),
         ("host budget", lambda plan: _size(plan.budgets.host)),
         ("disk budget", lambda plan: _size(plan.budgets.disk)),
-        *((words, partial(_setting_text, name)) for name, (words, _) in SETTINGS.items()),
-        *((words, partial(_pipeline_text, text)) for words, text in _PIPELINE.items()),
-        ("exactness", lambda plan: plan.exactness),
-    )
-    for name, text in texts:
-        before, after = text(old), text(new)
+    ]
+    both = [(name, text(old), text(new)) for name, text in texts]
+    for name, (words, _) in SETTINGS.items():
+        before, after = (_setting_text(name, getattr(one.settings, name)) for one in (old, new))
+        both.append((words, before, after))
+    for words, of in _PIPELINE.items():
+        pipelines = (old.pipeline, new.pipeline)
+        before, after = ("none" if one is None else str(of(one)) for one in pipelines)
+        both.append((words, before, after))
+    both.append(("exactness", old.exactness, new.exactness))
+    for name, before, after in both:
         if before != after:
             yield Fact(name=name, before=before, after=after)
 
@@ -250,12 +254,7 @@ _PIPELINE: dict[str, Callable[[PipelinePlan], object]] = {
 """Facts about a pipeline."""
 
 
-def _pipeline_text(text: Callable[[PipelinePlan], object], plan: Plan) -> str:
-    return "none" if plan.pipeline is None else str(text(plan.pipeline))
-
-
-def _setting_text(name: str, plan: Plan) -> str:
-    value = getattr(plan.settings, name)
+def _setting_text(name: str, value: Any) -> str:
     if name.endswith("_bytes"):
         return _size(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)

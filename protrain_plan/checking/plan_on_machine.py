@@ -42,8 +42,7 @@ def predicted(plan: Plan, profile: Profile) -> Predicted:
         found = of_plan(plan, profile)
         return Predicted(found.peak_bytes, found.step_seconds, found.record.stages)
     problem = Problem.of_plan(plan, profile)
-    peaks = peak_bytes(problem.program(plan.units))
-    return Predicted(peaks, step_seconds(problem, plan.units)[0])
+    return Predicted(peak_bytes(problem.program(plan.units)), step_seconds(problem, plan.units)[0])
 
 
 def misfit(plan: Plan, profile: Profile) -> str | None:
@@ -52,8 +51,7 @@ def misfit(plan: Plan, profile: Profile) -> str | None:
         return found.problem
     problem = Problem.of_plan(plan, profile)
     for index, unit in enumerate(plan.units):
-        described = problem.unit_plan(index, unit.activations, unit.states, unit.schedule)
-        if described != unit:
+        if problem.unit_plan(index, unit.activations, unit.states, unit.schedule) != unit:
             return f"{unit.name} differs from its entry in the profile"
     try:
         for of_stage, own in problems_of(plan, profile):
@@ -223,8 +221,8 @@ def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -
         has = profile_of_rank(replace(case.profile, hardware=machine), group).hardware
     there: dict[str, int] = {tier.name: tier.capacity_bytes for tier in has.tiers}
     there["device"] = machine.device.memory_bytes
-
-    def limit(tier: str) -> Limit:
+    limits: dict[str, Limit] = {}
+    for tier in ("device", "host", "disk"):
         size, source = there.get(tier, 0), "the machine's memory"
         source += " for each device" * (group.in_node > 1)
         if own:
@@ -236,12 +234,5 @@ def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -
             size, source = in_budget, Path(asked.source).name
         if asked.headroom:
             source += f", {100 * asked.headroom:g}% of it free"
-        return Limit(floor(size * (1 - asked.headroom)), source)
-
-    return PlanOnMachine(
-        model=model,
-        hardware=machine,
-        own=own,
-        limits={tier: limit(tier) for tier in ("device", "host", "disk")},
-        budget=budget,
-    )
+        limits[tier] = Limit(floor(size * (1 - asked.headroom)), source)
+    return PlanOnMachine(model=model, hardware=machine, own=own, limits=limits, budget=budget)

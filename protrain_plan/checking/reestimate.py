@@ -79,31 +79,12 @@ def look_away(profile: Profile) -> Unavailable:  # noqa: ARG001 (the signature o
     return Unavailable(reason="models are skipped (--records-only)")
 
 
-def _not_estimated(error: BaseException, profile: Profile, machine: Hardware) -> Estimate:
-    """Return what a missing estimate means.
-
-    A model that was measured may be one that cannot be estimated, and says so; one that was
-    estimated can be again, on every machine whose operators are known.
-    """
-    from protrain_plan.profiling.estimated import refuse_unknown
-
-    reason = f"no estimate: {said(error)}"
-    try:
-        refuse_unknown(machine)
-    except ProtrainError:
-        return Unavailable(reason=reason)
-    if isinstance(error, ProtrainError) and profile.method == "measured":
-        return Unavailable(reason=reason)
-    return Broken(reason=reason)
-
-
 def changed_keys(recorded: str, now: str) -> tuple[str, ...]:
     """The keys in which two configurations, as JSON, differ."""
     if recorded == now:
         return ()
     before, after = (json.loads(text) if text else {} for text in (recorded, now))
-    keys = {**before, **after}
-    return tuple(key for key in keys if before.get(key) != after.get(key))
+    return tuple(key for key in {**before, **after} if before.get(key) != after.get(key))
 
 
 def missing(workload: Workload) -> str | None:
@@ -156,7 +137,7 @@ def reestimated(
     workload, machine = profile.workload, on or profile.hardware
     try:
         from protrain_plan.models.sources import load_source
-        from protrain_plan.profiling.estimated import tallies
+        from protrain_plan.profiling.estimated import refuse_unknown, tallies
         from protrain_runtime.diagnostics.matching import model_fingerprint
 
         source = load_source(workload.model, model_config=config)
@@ -176,7 +157,16 @@ def reestimated(
             machines=[_rated(machine)],
         )
     except (Exception, SystemExit) as error:  # noqa: BLE001
-        return _not_estimated(error, profile, machine)
+        reason = f"no estimate: {said(error)}"
+        try:
+            refuse_unknown(machine)
+        except ProtrainError:
+            return Unavailable(reason=reason)
+        # A model that was measured may be one that cannot be estimated, and says so; one that was
+        # estimated can be again, on every machine whose operators are known.
+        if isinstance(error, ProtrainError) and profile.method == "measured":
+            return Unavailable(reason=reason)
+        return Broken(reason=reason)
     return found
 
 
@@ -297,7 +287,14 @@ class Reestimates:
             hear = partial(setattr, known, "fingerprint")
             found = run(work, limits=self._limits, hear=hear)
         except ProtrainError as error:
-            known.broken = self._broken(error)
+            # The end of a process as a line of a report, with what mends it.
+            reason = f"{error.message}{_at(error.source, error.line)}"
+            known.broken = Broken(reason=reason)
+            if isinstance(error, EndedError) and error.limit == "seconds":
+                fix = f"--time-limit, if it needs more than {self._limits.seconds:g} s"
+                known.broken = Broken(reason=reason, fix=fix)
+            elif _lacks_memory(reason):
+                known.broken = Broken(reason=reason, fix=self._more_memory)
             return
         if isinstance(found, Tally):
             known.tally = found
@@ -316,17 +313,6 @@ class Reestimates:
     @property
     def _more_memory(self) -> str:
         return f"--model-memory, if it needs more than {format_bytes(self._limits.memory)}"
-
-    def _broken(self, error: ProtrainError) -> Broken:
-        """The end of a process as a line of a report, with what mends it."""
-        reason = f"{error.message}{_at(error.source, error.line)}"
-        if isinstance(error, EndedError) and error.limit == "seconds":
-            fix = f"--time-limit, if it needs more than {self._limits.seconds:g} s"
-        elif _lacks_memory(reason):
-            fix = self._more_memory
-        else:
-            return Broken(reason=reason)
-        return Broken(reason=reason, fix=fix)
 
 
 def _lacks_memory(reason: str) -> bool:

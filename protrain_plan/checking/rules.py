@@ -463,8 +463,7 @@ def time001(situation: PlanOnMachine) -> Verdict:
                 f"the predicted step of {format_seconds(now)} exceeds"
                 f" {format_seconds(seconds)}, {source}"
             )
-            key = "prediction.step_seconds"
-            return Failed(problem=problem, key=key, fix=plan_again(case))
+            return Failed(problem=problem, key="prediction.step_seconds", fix=plan_again(case))
     return Passed(found=format_seconds(now))
 
 
@@ -671,11 +670,7 @@ def check(
 
 
 def _findings(
-    files: Files,
-    look: Look,
-    machines: Machines,
-    on: Sequence[Hardware],
-    allow: tuple[str, ...],
+    files: Files, look: Look, machines: Machines, on: Sequence[Hardware], allow: tuple[str, ...]
 ) -> list[Finding]:
     """One plan's findings, stage by stage; a stage that fails ends what depends on it."""
     found: list[Finding] = []

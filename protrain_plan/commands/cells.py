@@ -56,10 +56,9 @@ class Cells:
     """Every row with every offer, and each of the `values` of resources: a line of cells each.
 
     With a `global_batch`, requests have a batch of one, and each question the batch and the
-    micro-batches of the fastest update of so many sequences. Where a model fits with no batch,
-    it is asked about with one sequence. With `stages`, these are the numbers of stages to choose
-    from (none: all), and `sizes` the micro-batches. `jobs` processes work at once, None: one a
-    core.
+    micro-batches of the fastest update of so many sequences. Where a model fits with no batch, it
+    is asked about with one sequence. With `stages`, these are the numbers of stages to choose from
+    (none: all), and `sizes` the micro-batches. `jobs` processes work at once, None: one a core.
     """
 
     rows: Sequence[Row]
@@ -121,8 +120,7 @@ class Cells:
             for cell in zip(line, fits, strict=True)
         )
         if not compare and not helps:
-            is_one = len(self._every) == len(self.values) == 1 and self.stages is None
-            if is_one:
+            if len(self._every) == len(self.values) == 1 and self.stages is None:
                 [one] = found
                 assert one.reached is not None
                 found = [replace(one, best=best_change(one.reached, self.kept, progress))]
@@ -156,7 +154,6 @@ class Cells:
 
     def _best(self, progress: Progress, global_batch: int) -> list[Question]:
         """The questions about the best batch and number of micro-batches of each row and offer."""
-        from protrain_plan.planning.questions.grid import divisors
         from protrain_plan.planning.questions.growth import between, largest_of
 
         for offer in self.offers:
@@ -176,7 +173,8 @@ class Cells:
                 most = largest_of(question, "batch-size") or 0
                 self.kept.keep_number(most, "largest", question)
             # What fits is known in proportion alone: one more is looked at.
-            open_to_it = divisors(global_batch // offer.group.num_devices)
+            own = global_batch // offer.group.num_devices
+            open_to_it = tuple(size for size in range(1, own + 1) if own % size == 0)
             sizes.append(open_to_it[: sum(size <= most for size in open_to_it) + 1])
             ends[row.request] = max(ends.get(row.request, 1), sizes[-1][-1])
         requests = [row.request.sized(ends[row.request]) for row, _ in self._every]
@@ -207,11 +205,11 @@ class Cells:
         """Return the cells with another batch size or sequence length."""
         from protrain_plan.planning.questions.growth import sized
 
-        def resized(row: Row) -> Row:
+        rows: list[Row] = []
+        for row in self.rows:
             workload = sized(row.request.workload, quantity, size)
-            return replace(row, request=replace(row.request, workload=workload))
-
-        return replace(self, rows=[*map(resized, self.rows)])
+            rows.append(replace(row, request=replace(row.request, workload=workload)))
+        return replace(self, rows=rows)
 
     def _with_states_of_8_bits(
         self, found: Sequence[Tried], progress: Progress

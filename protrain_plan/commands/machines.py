@@ -47,10 +47,7 @@ def list_machines(as_json: JsonOption = False) -> None:
     print_result(as_json, {"machines": machines}, lambda: machines_text(machines))
 
 
-def show_machine(
-    name: MachineArgument,
-    as_json: JsonOption = False,
-) -> None:
+def show_machine(name: MachineArgument, as_json: JsonOption = False) -> None:
     """Show a machine's memory and speeds, and where the numbers come from.
 
     Examples: protrain hardware show h100-sxm | protrain hardware show my-machine.yaml --json
@@ -62,10 +59,7 @@ def show_machine(
     print_result(as_json, machine, lambda: machine_text(machine))
 
 
-def copy(
-    name: MachineArgument,
-    output: Path = output_option("hardware", "hardware.yaml"),
-) -> None:
+def copy(name: MachineArgument, output: Path = output_option("hardware", "hardware.yaml")) -> None:
     """Write a machine to a file, whose numbers you can change and which --on takes.
 
     Example: protrain hardware copy rtx-4090 -o my-machine.yaml

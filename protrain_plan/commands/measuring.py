@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protrain_plan.commands.output import prepare_streams
-from protrain_plan.garbage import collected_seldom
+from protrain_plan.garbage import SELDOM, collected
 from protrain_plan.isolated.ending import INTERRUPTED
 from protrain_plan.isolated.pool import answers_of, processes_at_once
 from protrain_plan.isolated.process import EndedError, Tell, run
@@ -104,12 +104,7 @@ class ProfileRequest:
 
         named = optimizer_named(self.optimizer, self.optimizer_args)
         optimizer_factory(named)  # refuse a wrong name at once
-        return {
-            "optimizer": named,
-            "allow": self.allow,
-            "text": self.text,
-            "progress": progress,
-        }
+        return {"optimizer": named, "allow": self.allow, "text": self.text, "progress": progress}
 
 
 # Torch loads in the functions below, so that --help and planning need not wait for it.
@@ -155,18 +150,17 @@ def estimated(
                 found[request, machine] = tally.on(machine)
             progress("estimating", number / len(missing))
 
-    def profile(request: ProfileRequest, machine: Hardware) -> Profile:
-        own = found[request, machine]
-        return with_beside(own, found[frozen[request], machine]) if request in frozen else own
-
-    return [[profile(request, machine) for machine in machines] for request in requests]
+    made_of = {request: [found[request, machine] for machine in machines] for request in questions}
+    for request, other in frozen.items():
+        made_of[request] = list(map(with_beside, made_of[request], made_of[other]))
+    return [made_of[request] for request in requests]
 
 
 def _estimated(
     asked: tuple[ProfileRequest, Sequence[Hardware]], progress: Progress | None
 ) -> "list[Tally]":
     request, machines = asked
-    with collected_seldom():
+    with collected(SELDOM):
         from protrain_plan.models.sources import load_source
         from protrain_plan.profiling.estimated import tallies
 

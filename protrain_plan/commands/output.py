@@ -48,17 +48,9 @@ def prepare_streams() -> None:
             setattr(sys, name, io.StringIO())
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    warnings.formatwarning = _warning
-
-
-def _warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,  # noqa: ARG001  (as Python calls it)
-) -> str:
-    return lines(f"{one_line(filename)}:{lineno}: {category.__name__}: {message}") + "\n"
+    warnings.formatwarning = lambda message, category, filename, lineno, line=None: (  # noqa: ARG005
+        lines(f"{one_line(filename)}:{lineno}: {category.__name__}: {message}") + "\n"
+    )
 
 
 def destination(
@@ -82,7 +74,14 @@ def destination(
             "this is an input file, and would be overwritten", source=str(path), fix=fix
         )
     if descriptor is not None or files.is_special(path):
-        if not (os.access(path, os.W_OK) if descriptor is None else _is_open(descriptor)):
+        is_writable = False
+        with suppress(OSError):  # a closed descriptor
+            if descriptor is None:
+                is_writable = os.access(path, os.W_OK)
+            else:
+                mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+                is_writable = mode != os.O_RDONLY
+        if not is_writable:
             raise ProtrainError("cannot be written", source=str(path), fix=fix)
     else:
         try:
@@ -120,14 +119,6 @@ def _is_same(path: Path, source: str | Path) -> bool:
 
 
 _given_away: list[str] = []  # the option that standard output is for
-
-
-def _is_open(descriptor: int) -> bool:
-    """Return whether one may write to the descriptor."""
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-    except OSError:
-        return False
 
 
 def refuse_closed_output() -> None:
@@ -240,16 +231,11 @@ def progress(
     """
     if rank > 0 or (quiet and _err.is_terminal):
         yield lambda *_: None
-    elif _err.is_terminal:
-        with _bar(threaded=threaded) as tell:
-            yield tell
-    else:
-        with _lines(threaded=threaded) as tell:
-            yield tell
-
-
-@contextmanager
-def _bar(*, threaded: bool) -> Iterator[Callable[[str, float], None]]:
+        return
+    if not _err.is_terminal:
+        with _lines(threaded=threaded) as tell_in_lines:
+            yield tell_in_lines
+        return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     bar = Progress(
@@ -263,11 +249,9 @@ def _bar(*, threaded: bool) -> Iterator[Callable[[str, float], None]]:
     )
     with bar:
         task = bar.add_task("", total=1.0)
-
-        def tell(what: str, fraction: float) -> None:
-            bar.update(task, description=one_line(what), completed=fraction, refresh=not threaded)
-
-        yield tell
+        yield lambda what, fraction: bar.update(
+            task, description=one_line(what), completed=fraction, refresh=not threaded
+        )
 
 
 @contextmanager

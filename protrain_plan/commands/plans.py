@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Group
@@ -24,9 +24,6 @@ from protrain_plan.commands.output import (
 )
 from protrain_plan.presentation.terminal import Text, fields_of, wrote
 from protrain_runtime.contract.errors import ProtrainError, RecordError
-
-if TYPE_CHECKING:
-    from protrain_plan.presentation.report.step import Step
 
 DiffFormat = Literal["text", "json", "markdown"]
 
@@ -117,7 +114,21 @@ def report(
         recorded = read_recording(recording)
         every_move = program_of(step.plan, step.profile, clipped=True)
         check_recording(recorded, step.plan, every_move, str(recording))
-    front = _front(step, points) if pareto else ()
+    front: list[dict[str, Any]] = []
+    if pareto:  # up to all of the device, with the plan's other budgets
+        from protrain_plan.commands.plan import SearchOptions
+        from protrain_plan.planning.questions.answers import Objective, Question
+        from protrain_plan.presentation.plans import front_json
+
+        made, device = step.plan, step.profile.hardware.device
+        budgets = replace(made.budgets, device=max(made.budgets.device, device.memory_bytes))
+        settings = replace(made.settings, overlap_steps=True)
+        question = Question(profile=step.profile, budgets=budgets, settings=settings)
+        aim = Objective(pareto_points=points)
+        answer = SearchOptions().ask(
+            question, aim, None, no_cache=False, as_json=False, lists_front=False
+        )
+        front = front_json(answer.front)
     replace_text(target, page_text(step, recording=recorded, front=front))
     print_rendered(wrote(output), wrap=False)
 
@@ -125,23 +136,6 @@ def report(
 def _read_for(plan: Path, profile: Path | None = None) -> tuple[Path, ...]:
     """The files of a plan, which no command writes."""
     return plan, profile or plan.parent / "profile.yaml"
-
-
-def _front(step: "Step", points: int) -> list[dict[str, Any]]:
-    """The front up to all of the device, with the plan's other budgets."""
-    from protrain_plan.commands.plan import SearchOptions
-    from protrain_plan.planning.questions.answers import Objective, Question
-    from protrain_plan.presentation.plans import front_json
-
-    plan, device = step.plan, step.profile.hardware.device
-    budgets = replace(plan.budgets, device=max(plan.budgets.device, device.memory_bytes))
-    settings = replace(plan.settings, overlap_steps=True)
-    question = Question(profile=step.profile, budgets=budgets, settings=settings)
-    front = Objective(pareto_points=points)
-    answer = SearchOptions().ask(
-        question, front, None, no_cache=False, as_json=False, lists_front=False
-    )
-    return front_json(answer.front)
 
 
 def diff(

@@ -80,14 +80,6 @@ class RunOptions:
             if self.plain and asked:
                 raise ProtrainError(problem, fix="leave --plain out")
 
-    def limit_memory(self) -> None:
-        """Cap this process's memory at `--memory-limit`."""
-        if self.memory_limit is not None:
-            import resource
-
-            most = size("--memory-limit", self.memory_limit, 0)
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-
     def overruns(
         self, plan: "Plan", result: "Run", profile: "Callable[[], Profile | None]"
     ) -> "tuple[Excess, ...]":
@@ -134,7 +126,11 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
     if options.recording is not None:
         read = (plan, plan.parent / "profile.yaml", record.workload.model, options.text)
         target = destination(options.recording, option="--record", inputs=read)
-    options.limit_memory()
+    if options.memory_limit is not None:
+        import resource
+
+        most = size("--memory-limit", options.memory_limit, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     # All is loaded before what was freed is returned, as in the process that measured.
     from protrain_plan.commands.training import train
     from protrain_runtime.devices.memory_meter import return_freed_memory
@@ -165,12 +161,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         same = reference.losses[result.first_step :] == result.losses  # that one had no break
         verified = same and reference.parameters_sha256 == result.parameters_sha256
     data = run_json(
-        record,
-        result,
-        plain=options.plain,
-        verified=verified,
-        overruns=overruns,
-        profile=beside(),
+        record, result, plain=options.plain, verified=verified, overruns=overruns, profile=beside()
     )
     drawn = options.weights is None and options.resume is None
     if drawn and record.workload.model_config and not as_json:

@@ -43,8 +43,7 @@ class StageOptions:
         """The numbers to choose from; none: all."""
         if self.stages in (None, "auto"):
             return ()
-        auto = "--stages auto tries all possible numbers"
-        return integers("--stages", self.stages or "", auto)
+        return integers("--stages", self.stages or "", "--stages auto tries all possible numbers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,34 +106,34 @@ class Staged:
 
 def staged_answer(kept: "AnswerCache", asked: Staged) -> "Answer":
     """The answer about stages, cached or computed, in this process or in another one."""
-    found = kept.answer(asked.base, "stages", asked.question)
-    if found is None:
-        found = _planned(asked)
-        kept.keep(found, "stages", asked.question)
-    return replace(found, question=asked.about(found))
+    base = asked.base
+    found = kept.answer(base, "stages", asked.question)
+    if found is not None:
+        return replace(found, question=asked.about(found))
 
-
-def _planned(asked: Staged) -> "Answer":
     from protrain_plan.planning.outcome import STAGES, Solved
     from protrain_plan.planning.questions.answers import Answer
     from protrain_plan.planning.questions.objectives import fit, plain_bytes
     from protrain_plan.planning.search.improving import Effort
 
-    answer, base = asked.answer(Effort()), asked.base
+    answer = asked.answer(Effort())
     if (best := answer.best) is None:
-        return fit(base, effort=Effort())
-    gap = answer.gap or 0.0
-    solved = Solved(
-        plan=best.plan(answer.lower_bound_seconds),
-        status="feasible",
-        gap=gap,
-        stall_seconds=max(best.run.idle) * best.step_seconds,
-        solve_seconds=0.0,
-        solver=STAGES,
-    )
-    words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
-    needed = plain_bytes(base.problem())
-    return Answer(question=base, solved=solved, binds=words, plain_bytes=needed)
+        found = fit(base, effort=Effort())
+    else:
+        gap = answer.gap or 0.0
+        solved = Solved(
+            plan=best.plan(answer.lower_bound_seconds),
+            status="feasible",
+            gap=gap,
+            stall_seconds=max(best.run.idle) * best.step_seconds,
+            solve_seconds=0.0,
+            solver=STAGES,
+        )
+        words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
+        needed = plain_bytes(base.problem())
+        found = Answer(question=base, solved=solved, binds=words, plain_bytes=needed)
+    kept.keep(found, "stages", asked.question)
+    return replace(found, question=asked.about(found))
 
 
 def refuse_without_global_batch(

@@ -22,12 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import optimizer_factory
-from protrain_plan.models.sources import ModelSource, load_source
-from protrain_plan.profiling.compiling import (
-    compilation_since,
-    compiled_so_far,
-    compiled_whole,
-)
+from protrain_plan.models.sources import load_source
+from protrain_plan.profiling.compiling import compilation_since, compiled_so_far, compiled_whole
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.checkpoint.folders import check_writable
@@ -151,7 +147,11 @@ def train(
                 check=options.asked,
                 watch=False,  # the last step is measured
             )
-        batches = _batches(plan, source, device, options, rank=rank)
+        # Those of the rank, out of all that so many steps need.
+        many = plan.group.num_devices
+        batches = source.batches(workload, text=options.text, device=device)
+        needed = options.steps * plan.settings.micro_batches * many
+        batches = islice(_enough(batches, needed, source=workload.model), rank, None, many)
         torch.manual_seed(workload.seed + rank)  # of dropout
         trainer = _Trainer(
             plan=plan,
@@ -203,37 +203,16 @@ def _to_prepare(
     if weights is not None:
         return partial(build, device=device)
     # A process's limit may be the plan's peak, which has no room for a whole model.
-    limited = room_here(device, Path()).data_limit is not None
-    if limited or _model_bytes(plan) > SHARE_OF_FREE_MEMORY * free_bytes(device):
+    if room_here(device, Path()).data_limit is not None:
         return build
-    return build(device=device)
-
-
-def _model_bytes(plan: Plan) -> int:
-    """Bytes of the model's parameters and buffers."""
-    total = 0
+    total = 0  # bytes of parameters and buffers
     for content in unfolded(plan.tensors).values():
         if content.startswith("tied to "):
             continue
         shape, dtype, *_ = content.split()
         sizes = () if shape == "scalar" else map(int, shape.split("x"))
         total += prod(sizes) * getattr(torch, dtype).itemsize
-    return total
-
-
-def _batches(
-    plan: Plan,
-    source: ModelSource,
-    device: torch.device,
-    options: "RunOptions",
-    *,
-    rank: int,
-) -> Iterator[Batch]:
-    """Return the batches of a rank, out of all that so many steps need."""
-    batches = source.batches(plan.workload, text=options.text, device=device)
-    needed = options.steps * plan.settings.micro_batches * plan.group.num_devices
-    batches = _enough(batches, needed, source=plan.workload.model)
-    return islice(batches, rank, None, plan.group.num_devices)
+    return build if total > SHARE_OF_FREE_MEMORY * free_bytes(device) else build(device=device)
 
 
 def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[Batch]:

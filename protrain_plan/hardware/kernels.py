@@ -30,7 +30,6 @@ number at a time, each at a place that it computes (`gpu_kernel_impl`, CUDALoops
 more than `_ACCESSES_PER_CYCLE` numbers go through a multiprocessor.
 """
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -85,15 +84,6 @@ class Attention:
     width: int
     backward: bool
     masked: bool
-
-
-def accesses_per_s(rates: Rates) -> float:
-    """Numbers that a device reads and writes one at a time; as many as memory gives if unknown."""
-    if not rates.multiprocessors:
-        return math.inf
-    wide, narrow = (rates.float32_flops_per_s / (2 * lanes) for lanes in _LANES)
-    fast = wide if wide > rates.multiprocessors * _LEAST_CLOCK else narrow
-    return fast * _ACCESSES_PER_CYCLE  # cycles of all multiprocessors
 
 
 @lru_cache(maxsize=4096)
@@ -166,5 +156,9 @@ class Work(NamedTuple):
                 efficiency = attention_efficiency(self.shape, rates)
         computing = self.flops / (peak * efficiency)
         moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
-        moving = max(moving, self.accesses / accesses_per_s(rates))
+        if rates.multiprocessors:  # numbers that are read and written one at a time
+            wide, narrow = (rates.float32_flops_per_s / (2 * lanes) for lanes in _LANES)
+            fast = wide if wide > rates.multiprocessors * _LEAST_CLOCK else narrow
+            # These are cycles of all multiprocessors.
+            moving = max(moving, self.accesses / (fast * _ACCESSES_PER_CYCLE))
         return max(computing, moving) + rates.operator_s

@@ -106,8 +106,7 @@ class OperatorLog:
         fused = func is aten.div_.Scalar and given[0] is self._mask()
         if func is aten.bernoulli_.float:
             fused, self._mask = True, ref(given[0])
-        accesses = _accesses(func, given, result)
-        work = Work(flops, moved, half, shape, model_flops, accesses, fused)
+        work = Work(flops, moved, half, shape, model_flops, _accesses(func, given, result), fused)
         self.slots[-1].append(work)
 
 

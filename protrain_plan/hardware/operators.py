@@ -122,8 +122,7 @@ def half_product(call: OperatorCall) -> int:
     if transposed and inner >= _SPLIT_INNER and call.num_threads * _UNIT > columns:
         each += 4 * in_blocks(rows, _UNIT) * in_blocks(columns, _UNIT)
     return max(
-        call.num_threads * each,
-        4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES,
+        call.num_threads * each, 4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES
     )
 
 
@@ -203,8 +202,7 @@ def _cpu_packed_product(call: OperatorCall) -> int:
     if call.given.dtype not in HALF:
         return packed_product(call)
     rows, inner = call.given.numel() // call.given.shape[-1], call.given.shape[-1]
-    columns = call["shapeB"][0]
-    each = packed_bytes(rows, inner, columns)
+    each = packed_bytes(rows, inner, call["shapeB"][0])
     whole = 4 * call.outputs[0].numel() + call.num_threads * _KERNEL_BYTES
     return packed_product(call) + max(call.num_threads * each, whole)
 
@@ -277,8 +275,7 @@ def _transposed_copy(call: OperatorCall) -> int:
     source = call["src"] if copies else call.given
     if not isinstance(source, Tensor) or source.dtype != target.dtype or source.dim() != 2:
         return 0
-    rows = source.shape[0]
-    transposed = source.stride() == (1, rows) and target.is_contiguous()
+    transposed = source.stride() == (1, source.shape[0]) and target.is_contiguous()
     if not transposed or source.numel() < _TRANSPOSED_BLOCK**2:
         return 0
     return _TRANSPOSED_BLOCK**2 * source.itemsize
@@ -304,13 +301,6 @@ def _masked_index(call: OperatorCall) -> int:
 
 
 INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
-
-
-def _masked_put(call: OperatorCall) -> int:
-    """A bound: every element of the mask is true (see `_masked_index`)."""
-    return sum(
-        8 * t.numel() * t.dim() for t in call["indices"] if t is not None and t.dtype == torch.bool
-    )
 
 
 def _fourier(call: OperatorCall) -> int:
@@ -411,7 +401,15 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
         call["grad_output"], call["indices"]
     ),
     aten.index.Tensor: _masked_index,
-    **dict.fromkeys(INDEX_PUTS, _masked_put),
+    # A bound: every element of the mask is true (see `_masked_index`).
+    **dict.fromkeys(
+        INDEX_PUTS,
+        lambda call: sum(
+            8 * t.numel() * t.dim()
+            for t in call["indices"]
+            if t is not None and t.dtype == torch.bool
+        ),
+    ),
     # The mask as whole numbers, and their running sum.
     aten.masked_select.default: lambda call: 16 * call.given.numel(),
     aten.masked_scatter_backward.default: lambda call: 16 * call.given.numel(),

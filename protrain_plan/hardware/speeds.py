@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -22,11 +23,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from protrain_plan.models.building import parameter_dtype
-from protrain_plan.models.optimizers import (
-    DEFAULT_OPTIMIZER,
-    OptimizerFactory,
-    optimizer_factory,
-)
+from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OptimizerFactory, optimizer_factory
 from protrain_runtime import prepare, record, restore
 from protrain_runtime.contract.records.hardware import Contention, Link, Rates, TierName
 from protrain_runtime.contract.records.plan import (
@@ -335,14 +332,9 @@ def kept_fraction(ratios: Iterable[float], *, at_least: float = 0.01) -> float:
 def in_worker(work: Callable[[], Result], *, num_threads: int = 1) -> Result:
     """`work()` in a fresh thread with so many intra-op threads, as a lane runs."""
     before = torch.get_num_threads()
-
-    def alone() -> Result:
-        take_threads(num_threads)
-        return work()
-
     try:
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(alone).result()
+        with ThreadPoolExecutor(1, initializer=take_threads, initargs=(num_threads,)) as pool:
+            return pool.submit(work).result()
     finally:
         # The number holds for the setting thread, and for all threads that come after it.
         torch.set_num_threads(before)
@@ -532,7 +524,8 @@ def measure_overheads(
     factory = optimizer_factory(optimizer)
     tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH, device=device)
     clock = _LaunchingClock()
-    plain_cpu = clock.median(_training(plain, factory(plain.parameters()), tokens, clock))
+    stepper = factory(plain.parameters())
+    plain_cpu = clock.median(partial(_training_step, plain, stepper, tokens, clock))
     plan = _plan(planned, device)
     model, stepper = prepare(
         planned,
@@ -541,7 +534,7 @@ def measure_overheads(
         spill_directory=spill_directory,
     )
     try:
-        step = _training(model, stepper, tokens, clock)
+        step = partial(_training_step, model, stepper, tokens, clock)
         planned_cpu = clock.median(step)
         transfers: list[float] = []
         updates: list[float] = []
@@ -565,20 +558,17 @@ def measure_overheads(
     )
 
 
-def _training(
+def _training_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     tokens: torch.Tensor,
     clock: "_LaunchingClock",
-) -> Callable[[], None]:
-    def step() -> None:
-        loss = model(tokens)
-        loss.register_hook(clock.note_thread)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+) -> None:
+    loss = model(tokens)
+    loss.register_hook(clock.note_thread)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class _LaunchingClock:

@@ -52,12 +52,7 @@ class EndedError(ProtrainError):
     """
 
     def __init__(
-        self,
-        message: str,
-        place: Place = (None, None),
-        *,
-        code: int | None = None,
-        limit: str = "",
+        self, message: str, place: Place = (None, None), *, code: int | None = None, limit: str = ""
     ) -> None:
         super().__init__(message, source=place[0], line=place[1])
         self.code, self.limit = code, limit
@@ -65,8 +60,7 @@ class EndedError(ProtrainError):
 
 def start_server(imports: Iterable[str]) -> None:
     """Start the server, which imports what is there of these modules; it ends with this thread."""
-    names = ["protrain_plan.isolated.server", *imports]
-    get_context("forkserver").set_forkserver_preload(names)
+    get_context("forkserver").set_forkserver_preload(["protrain_plan.isolated.server", *imports])
     with _starting_quietly():
         forkserver.ensure_running()
 
@@ -89,7 +83,16 @@ def run(
             target=_work, args=(work, theirs, dump.name, limits, dict(os.environ))
         )
         with theirs:
-            _start(process, name, forked=limits is not None)
+            try:
+                with _starting_quietly():
+                    if limits is None:
+                        process.start()
+                    else:
+                        forkserver.ensure_running()
+                if limits is not None:
+                    process.start()  # waits for the server's imports
+            except (OSError, EOFError) as error:  # an import ended the server
+                raise EndedError(f"{name} cannot be started: {error!r}") from None
         try:
             return _followed(process, ours, Path(dump.name), limits, name, hear)
         except BaseException as error:
@@ -105,19 +108,6 @@ def run(
                     os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
-
-
-def _start(process: BaseProcess, name: str, *, forked: bool) -> None:
-    try:
-        with _starting_quietly():
-            if forked:
-                forkserver.ensure_running()
-            else:
-                process.start()
-        if forked:
-            process.start()  # waits for the server's imports
-    except (OSError, EOFError) as error:  # an import ended the server
-        raise EndedError(f"{name} cannot be started: {error!r}") from None
 
 
 _lock = threading.Lock()
@@ -145,12 +135,7 @@ def _starting_quietly() -> Iterator[None]:
 
 
 def _followed(
-    process: BaseProcess,
-    said: Connection,
-    dump: Path,
-    limits: Limits | None,
-    name: str,
-    hear: Tell,
+    process: BaseProcess, said: Connection, dump: Path, limits: Limits | None, name: str, hear: Tell
 ) -> Any:
     began = time.monotonic()
     while True:
@@ -177,7 +162,7 @@ def _followed(
             _send(process, signal.SIGABRT)  # it tells where it is
             process.join(_GRACE_S)
             message = f"{name} did not finish within {limits.seconds:g} s"
-            raise EndedError(message, _place(dump), limit="seconds")
+            raise EndedError(message, user_frame_in(dump), limit="seconds")
 
 
 def _death(code: int, name: str, dump: Path) -> EndedError:
@@ -186,11 +171,7 @@ def _death(code: int, name: str, dump: Path) -> EndedError:
     signal_name = f"signal {-code}"
     if -code in set(signal.Signals):
         signal_name = f"{signal.Signals(-code).name} ({str(signal.strsignal(-code)).lower()})"
-    return EndedError(f"{name} died: {signal_name}", _place(dump), code=code)
-
-
-def _place(dump: Path) -> Place:
-    return user_frame_in(dump.read_text(errors="replace"))
+    return EndedError(f"{name} died: {signal_name}", user_frame_in(dump), code=code)
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:
@@ -211,7 +192,16 @@ def _work(
     stack = Path(dump).open("wb")  # noqa: SIM115  (as long as the process lives)
     faulthandler.enable(stack, all_threads=False)
     if limits is not None:
-        _limit(limits)
+        # A process group without input and output, with so much memory for each process: the data
+        # segment is limited, not the address space, which drivers reserve by the gigabyte.
+        os.setsid()
+        with open(os.devnull, "r+b") as nothing:  # noqa: PTH123
+            for descriptor in range(3):
+                os.dup2(nothing.fileno(), descriptor)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = limits.memory if hard == resource.RLIM_INFINITY else min(limits.memory, hard)
+        with suppress(ValueError, OSError):  # a system may not have this one
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -230,18 +220,3 @@ def _interrupt(*_: object) -> None:
     """Clean up at the first Ctrl-C; a second one would cut that short."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-def _limit(limits: Limits) -> None:
-    """Begin a process group without input and output, with so much memory for each process.
-
-    The data segment is limited, not the address space, which drivers reserve by the gigabyte.
-    """
-    os.setsid()
-    with open(os.devnull, "r+b") as nothing:  # noqa: PTH123
-        for descriptor in range(3):
-            os.dup2(nothing.fileno(), descriptor)
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = limits.memory if hard == resource.RLIM_INFINITY else min(limits.memory, hard)
-    with suppress(ValueError, OSError):  # a system may not have this one
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))

@@ -81,9 +81,10 @@ def user_frame_of(error: BaseException) -> Place:
     return user_frame(_lines_of(error))
 
 
-def user_frame_in(dump: str) -> Place:
-    """The `user_frame` in a stack that Python wrote after a signal."""
-    lines = re.findall(r'^  File "(.+)", line ([0-9]{1,9}) in ', dump, re.MULTILINE)
+def user_frame_in(dump: Path) -> Place:
+    """The `user_frame` in a file with the stack that Python wrote after a signal."""
+    text = dump.read_text(errors="replace")
+    lines = re.findall(r'^  File "(.+)", line ([0-9]{1,9}) in ', text, re.MULTILINE)
     return user_frame((file, int(line)) for file, line in lines)
 
 

@@ -320,14 +320,10 @@ def _masked_text(request: BatchRequest) -> Iterator[Inputs]:
 
 def _labelled_images(request: BatchRequest) -> Iterator[Inputs]:
     """pixel_values [batch, channels, height, width] with labels [batch]; no text."""
-
-    def labelled(generator: torch.Generator) -> Inputs:
-        labels = torch.randint(
-            request.config.num_labels, (request.batch_size,), generator=generator
-        )
-        return {"pixel_values": request.images(generator), "labels": labels}
-
-    return map(labelled, request.generators())
+    shape, num_labels = (request.batch_size,), request.config.num_labels
+    for generator in request.generators():
+        labels = torch.randint(num_labels, shape, generator=generator)
+        yield {"pixel_values": request.images(generator), "labels": labels}
 
 
 def _pairs(request: BatchRequest) -> Iterator[Inputs]:
@@ -338,12 +334,10 @@ def _pairs(request: BatchRequest) -> Iterator[Inputs]:
             source=request.source,
             fix="--batch-size 2 or more",
         )
-
-    def paired(window: Tensor, generator: torch.Generator) -> Inputs:
-        images = request.images(generator)
-        return {"input_ids": window, "pixel_values": images, "return_loss": True}
-
-    return map(paired, request.windows(), request.generators())
+    return (
+        {"input_ids": window, "pixel_values": request.images(generator), "return_loss": True}
+        for window, generator in zip(request.windows(), request.generators(), strict=False)
+    )
 
 
 def _sound_and_text(request: BatchRequest) -> Iterator[Inputs]:
@@ -351,11 +345,10 @@ def _sound_and_text(request: BatchRequest) -> Iterator[Inputs]:
     config = request.config
     # The encoder's second convolution has a stride of two.
     shape = (request.batch_size, config.num_mel_bins, 2 * config.max_source_positions)
-
-    def transcribed(window: Tensor, generator: torch.Generator) -> Inputs:
-        return {"input_features": noise(shape, generator), "labels": window}
-
-    return map(transcribed, request.windows(), request.generators())
+    return (
+        {"input_features": noise(shape, generator), "labels": window}
+        for window, generator in zip(request.windows(), request.generators(), strict=False)
+    )
 
 
 def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:
@@ -365,16 +358,15 @@ def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:
     num_patches = (vision.image_size // vision.patch_size) ** 2
     # "default" leaves the class token out.
     num_image_tokens = num_patches + (config.vision_feature_select_strategy == "full")
-
-    def seen(window: Tensor, generator: torch.Generator) -> Inputs:
-        shape = (request.batch_size, num_image_tokens)
-        return {
+    shape = (request.batch_size, num_image_tokens)
+    return (
+        {
             "input_ids": torch.cat([torch.full(shape, config.image_token_id), window], dim=1),
             "pixel_values": request.images(generator),
             "labels": torch.cat([torch.full(shape, NOT_A_TARGET), window], dim=1),
         }
-
-    return map(seen, request.windows(), request.generators())
+        for window, generator in zip(request.windows(), request.generators(), strict=False)
+    )
 
 
 def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:

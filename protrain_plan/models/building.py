@@ -9,7 +9,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, assert_never
 
 import torch
@@ -67,46 +67,18 @@ def kernels(*, deterministic: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-def no_larger_than(most_bytes: int, *, source: str) -> AbstractContextManager[None]:
-    """ProtrainError, naming the source, once modules that are built inside have more parameters."""
-
-    def refuse(_: int, __: int, num_bytes: int) -> None:
-        if num_bytes > most_bytes:
-            raise ProtrainError(
-                "the factory cannot run without allocating its model, which takes more than the"
-                f" {format_bytes(most_bytes)} allowed for reading a batch",
-                source=source,
-                fix="build the model of plain modules (nn.Linear, ...) in the factory, which are"
-                " built without memory, or make its batches without looking at parameters",
-            )
-
-    return _counting(refuse)
-
-
 MAX_TENSORS = 100_000
 """Parameters of a model that a configuration describes, each of which is a tensor."""
 MAX_PARAMETERS = 10**13
 """The same in numbers: twenty times the largest published model."""
 
 
-def of_a_size(*, source: str) -> AbstractContextManager[None]:
-    """ProtrainError once what is built inside has more parameters than any model."""
-
-    def refuse(num_tensors: int, num_elements: int, _: int) -> None:
-        if num_tensors > MAX_TENSORS or num_elements > MAX_PARAMETERS:
-            what = f"{MAX_TENSORS} tensors" if num_tensors > MAX_TENSORS else f"{MAX_PARAMETERS}"
-            raise ProtrainError(
-                f"the configuration describes a model with more than {what} of parameters",
-                source=source,
-                fix="check its numbers of layers and experts, and its widths",
-            )
-
-    return _counting(refuse)
-
-
 @contextmanager
-def _counting(report: Callable[[int, int, int], None]) -> Iterator[None]:
-    """Report the number of tensors, elements and bytes of the parameters built inside so far."""
+def no_larger_than(most_bytes: int | None, *, source: str) -> Iterator[None]:
+    """ProtrainError, naming the source, once modules that are built inside have more parameters.
+
+    None: more than any model, as a configuration describes it.
+    """
     known = WeakTensorKeyDictionary()
     tensors = elements = num_bytes = 0
 
@@ -118,7 +90,21 @@ def _counting(report: Callable[[int, int, int], None]) -> Iterator[None]:
         tensors += 1
         elements += parameter.numel()
         num_bytes += parameter.numel() * parameter.itemsize
-        report(tensors, elements, num_bytes)
+        if most_bytes is not None and num_bytes > most_bytes:
+            raise ProtrainError(
+                "the factory cannot run without allocating its model, which takes more than the"
+                f" {format_bytes(most_bytes)} allowed for reading a batch",
+                source=source,
+                fix="build the model of plain modules (nn.Linear, ...) in the factory, which are"
+                " built without memory, or make its batches without looking at parameters",
+            )
+        if most_bytes is None and (tensors > MAX_TENSORS or elements > MAX_PARAMETERS):
+            what = f"{MAX_TENSORS} tensors" if tensors > MAX_TENSORS else f"{MAX_PARAMETERS}"
+            raise ProtrainError(
+                f"the configuration describes a model with more than {what} of parameters",
+                source=source,
+                fix="check its numbers of layers and experts, and its widths",
+            )
 
     with register_module_parameter_registration_hook(counted):
         yield
@@ -143,9 +129,7 @@ def moved(
         model._apply(converted)
         return model
     remake_tensors(
-        model,
-        lambda tensor: converted(tensor.detach()),
-        make_scale=lambda scale: scale.to(device),
+        model, lambda tensor: converted(tensor.detach()), make_scale=lambda scale: scale.to(device)
     )
     return model
 

@@ -144,27 +144,35 @@ def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFact
     for another name, and where its package is missing.
     """
     kind, options = _read(name)
-    factory = imported(kind) if ":" in kind else _known(kind)
-    plain = partial(factory, **options) if options else factory
     if ":" in kind:
-        plain = _in_train_mode(plain)
+        plain: OptimizerFactory = partial(_in_train_mode, partial(imported(kind), **options))
+    elif kind not in KNOWN:
+        raise ProtrainError(
+            f"expected one of {', '.join(KNOWN)}, or package.module:Class, got {kind!r}",
+            key="optimizer",
+            fix=did_you_mean(kind, KNOWN),
+        )
+    elif kind in OF_8_BITS and importlib.util.find_spec(_BITSANDBYTES) is None:
+        raise ProtrainError(
+            f"the optimizer {kind} needs the package bitsandbytes",
+            key="optimizer",
+            fix=INSTALL_BITSANDBYTES,
+        )
+    else:
+        plain = partial(KNOWN[kind], **options) if options else KNOWN[kind]
     return with_master_weights(plain) if precision == "master" else plain
 
 
-def _in_train_mode(factory: OptimizerFactory) -> OptimizerFactory:
-    """A factory of the same optimizers, in their training mode where they have modes.
+def _in_train_mode(factory: OptimizerFactory, parameters: ParamsT, **options: Any) -> Optimizer:
+    """The factory's optimizer, in its training mode where it has modes.
 
     One that gets groups with all options, as pieces of a chunk do, is in the mode that these say.
     """
-
-    def make(parameters: ParamsT, **options: Any) -> Optimizer:
-        entries: list[Any] = list(parameters)
-        said = [set(one) if isinstance(one, dict) else set() for one in entries]
-        made = factory(entries, **options)
-        anew = any(made.defaults.keys() - own for own in said)
-        return in_train_mode(made) if anew else made
-
-    return make
+    entries: list[Any] = list(parameters)
+    said = [set(one) if isinstance(one, dict) else set() for one in entries]
+    made = factory(entries, **options)
+    anew = any(made.defaults.keys() - own for own in said)
+    return in_train_mode(made) if anew else made
 
 
 def works_in_place(name: str) -> bool:
@@ -185,22 +193,6 @@ def host_share(name: str) -> float:
     On a processor bitsandbytes does operator by operator what is one kernel on a card. Of others 1.
     """
     return _HOST_SHARES.get(_read(name)[0], 1.0)
-
-
-def _known(kind: str) -> OptimizerFactory:
-    if kind not in KNOWN:
-        raise ProtrainError(
-            f"expected one of {', '.join(KNOWN)}, or package.module:Class, got {kind!r}",
-            key="optimizer",
-            fix=did_you_mean(kind, KNOWN),
-        )
-    if kind in OF_8_BITS and importlib.util.find_spec(_BITSANDBYTES) is None:
-        raise ProtrainError(
-            f"the optimizer {kind} needs the package bitsandbytes",
-            key="optimizer",
-            fix=INSTALL_BITSANDBYTES,
-        )
-    return KNOWN[kind]
 
 
 def _read(name: str) -> tuple[str, dict[str, Any]]:

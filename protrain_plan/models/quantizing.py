@@ -116,8 +116,16 @@ def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> Non
         )
     else:
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    # Modules that are not quantised, as transformers has them.
+    if isinstance(model, transformers.PreTrainedModel):
+        quantizers = importlib.import_module("transformers.quantizers.base")
+        keep = model._keep_in_fp32_modules
+        kept = quantizers.HfQuantizer.get_modules_to_not_convert(model, None, keep)
+    else:  # the last one
+        last = [name for name, _ in model.named_parameters()][-1:]
+        kept = [name.rpartition(".")[0] for name in last]
     replacing.replace_with_bnb_linear(
-        model, modules_to_not_convert=[*_kept(model), *routers(model)], quantization_config=config
+        model, modules_to_not_convert=[*kept, *routers(model)], quantization_config=config
     )
 
 
@@ -126,12 +134,7 @@ class _NotOneByOneError(Exception):
 
 
 def packed_as_drawn(
-    build: Callable[[], nn.Module],
-    kind: Quantize,
-    *,
-    dtype: DType,
-    seed: int,
-    source: str,
+    build: Callable[[], nn.Module], kind: Quantize, *, dtype: DType, seed: int, source: str
 ) -> nn.Module:
     """The model of `build`, its weights packed as they are drawn; `quantized` ends it.
 
@@ -237,19 +240,6 @@ def _packed(library: Any, kind: Quantize, values: torch.Tensor) -> nn.Parameter:
         empty = library.nn.Int8Params(torch.empty(0), requires_grad=False)
     packed: nn.Parameter = packed_like(empty, values, eight=kind == "int8")
     return packed
-
-
-def _kept(model: nn.Module) -> list[str]:
-    """The names of modules that are not quantised, as transformers gives them."""
-    transformers = importlib.import_module("transformers")
-    quantizers = importlib.import_module("transformers.quantizers.base")
-    if isinstance(model, transformers.PreTrainedModel):
-        found: list[str] = quantizers.HfQuantizer.get_modules_to_not_convert(
-            model, None, model._keep_in_fp32_modules
-        )
-        return found
-    last = [name for name, _ in model.named_parameters()][-1:]  # of a module that is none of theirs
-    return [name.rpartition(".")[0] for name in last]
 
 
 def as_made(model: nn.Module, *, source: str) -> nn.Module:

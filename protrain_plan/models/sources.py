@@ -36,7 +36,6 @@ from protrain_plan.models.building import (
     float_dtypes,
     moved,
     no_larger_than,
-    of_a_size,
     parameter_dtype,
     seeded,
 )
@@ -130,7 +129,7 @@ class ConfigSource:
 
         with seeded(workload.seed), home:
             try:
-                with of_a_size(source=self.name):
+                with no_larger_than(None, source=self.name):
                     model = (
                         packed_as_drawn(
                             plain, quantize, dtype=dtype, seed=workload.seed, source=self.name
@@ -158,8 +157,7 @@ class ConfigSource:
 
         For a language model {"input_ids", "labels"}, both int64 [batch_size, seq_len]. Features
         that are no tokens are in the dtype of the parameters. ProtrainError where no batches are
-        known for the architecture, it has fewer than 256 tokens, or fewer positions than
-        `seq_len`.
+        known for the architecture, it has fewer than 256 tokens, or fewer positions than `seq_len`.
         """
         stored = parameter_dtype(workload.dtype, workload.precision)
         config, model_class = self._config_and_class()

@@ -5,7 +5,6 @@ from typing import Literal
 
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Plan
-from protrain_runtime.contract.units import format_bytes
 
 Status = Literal["optimal", "feasible"]
 
@@ -87,8 +86,3 @@ class Infeasible:
     advice: tuple[str, ...]
     largest_batch_size: int | None = None
     largest_seq_len: int | None = None
-
-    @property
-    def in_a_line(self) -> str:
-        """A shortage: of which memory, and where."""
-        return f"needs {format_bytes(self.shortfall_bytes)} more {self.tier} memory, in {self.slot}"

@@ -108,8 +108,7 @@ def export(plan: Plan, tool: str) -> Exported:
             if switches.clip
             else f"Nothing is clipped, as in the plan ({exporter.norm}): one made with --clip does."
         )
-    text = exporter.write(config)
-    return Exported(file_name=exporter.file_name, text=text, losses=tuple(losses))
+    return Exported(file_name=exporter.file_name, text=exporter.write(config), losses=tuple(losses))
 
 
 def _fsdp2(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
@@ -385,12 +384,8 @@ def _megatron_layout(plan: Plan) -> str:
 
     It is written out (`Ett|tt`, not `Et*2|t*2`), so that a shell finds nothing to expand in it.
     """
-    blocks = _all_blocks(plan)
-
-    def letter(unit: UnitPlan) -> str:
-        return "t" if unit in blocks else "E" if unit == plan.units[0] else "L"
-
-    return "|".join("".join(map(letter, part)) for part in _parts(plan))
+    letters = {plan.units[0].name: "E"} | {unit.name: "t" for unit in _all_blocks(plan)}
+    return "|".join("".join(letters.get(unit.name, "L") for unit in one) for one in _parts(plan))
 
 
 def _offloaded(plan: Plan) -> float:
@@ -406,10 +401,11 @@ def _offloaded(plan: Plan) -> float:
         names = {*unit.parameters, *(inside if unit.kind == "block" else ())}
         return sum(tensors.get(name, 0) for name in names) if tensors else 1
 
-    def share(units: Sequence[UnitPlan]) -> float:
-        return sum(map(size, filter(_offloads, units))) / (sum(map(size, units)) or 1)
-
-    return ceil(100 * max(map(share, _stages(plan)))) / 100
+    shares = [
+        sum(map(size, filter(_offloads, units))) / (sum(map(size, units)) or 1)
+        for units in _stages(plan)
+    ]
+    return ceil(100 * max(shares)) / 100
 
 
 def _stages(plan: Plan) -> list[tuple[UnitPlan, ...]]:
@@ -427,8 +423,7 @@ def _all_blocks(plan: Plan) -> list[UnitPlan]:
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     if blocks != list(plan.units[1:-1]):
         raise ProtrainError(
-            "the tool splits only models of an embedding, blocks and a head",
-            key="--to",
+            "the tool splits only models of an embedding, blocks and a head", key="--to"
         )
     return blocks
 

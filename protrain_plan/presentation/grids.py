@@ -113,7 +113,7 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
                 **fields_of(other, but=("units", "is_tight", "adds_shards")),
                 "fits": other.step_seconds is not None,
                 "tight": other.is_tight,
-                "tokens_per_second": (s := other.step_seconds) and fit.tokens_per_step / s,
+                "tokens_per_second": (s := other.step_seconds) and fit.question.tokens / s,
                 **fields_of(one.spending(other.step_seconds)),
                 "reductions": f"in {'every' if other.adds_shards else 'the last'} micro-batch",
             }
@@ -237,7 +237,6 @@ class CellTable:
     def __init__(self, heads: Sequence[str], numbers: Sequence[str]) -> None:
         self._wide = table_of(*heads, "", *numbers, words=(0, len(heads)))
         self._narrow = table_of("", *numbers)
-        self._num_heads = len(heads)
         for column in self._wide.columns:
             column.no_wrap = True
 
@@ -250,18 +249,12 @@ class CellTable:
                 return
         yield self._narrow
 
-    def add_cell(
-        self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]
-    ) -> None:
-        """Add a cell by its heads, or by one heading, with the requested way to train."""
+    def add(self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]) -> None:
+        """Add a way to train; the first of a cell by its heads, or by one heading."""
         self._wide.add_row(*heads, way, *numbers)
-        self._narrow.add_row(heading)
+        if heading:
+            self._narrow.add_row(heading)
         self._narrow.add_row(Text("  ").append_text(way), *numbers)
-
-    def add_way(self, name: str, numbers: Sequence[str]) -> None:
-        """Add an alternative for this row."""
-        self._wide.add_row(*[""] * self._num_heads, name, *numbers)
-        self._narrow.add_row(f"  {name}", *numbers)
 
 
 def _table(
@@ -284,9 +277,10 @@ def _table(
             for name in names
         )
         heads = (row["name"] + arranged, batch_text(row), *settings)
-        table.add_cell(heads, cell_text(row) + arranged, Text(words, style=style), cells(plan))
+        table.add(heads, cell_text(row) + arranged, Text(words, style=style), cells(plan))
         for way in others:
-            table.add_way(way_name(way, way["name"], "  checkpointed"), cells(way))
+            name = way_name(way, way["name"], "  checkpointed")
+            table.add([""] * len(heads), "", Text(name), cells(way))
     return table
 
 
@@ -357,8 +351,7 @@ def _limits(row: Row) -> list[str]:
     best = row.get("best_change")
     gained = best and (best["change"], row["tokens_per_second"], best["tokens_per_second"])
     sizes = row["peak_bytes"], row["plain_device_bytes"], row["budget_bytes"]
-    change = change_text(*sizes, gained=gained)
-    return [f"limited by {row['binds']}", change]
+    return [f"limited by {row['binds']}", change_text(*sizes, gained=gained)]
 
 
 def columns_text(columns: Sequence[str]) -> list[str]:

@@ -46,7 +46,16 @@ def pipelined_json(found: "Pipelined", *, with_spans: bool = False) -> dict[str,
     """Return a pipeline as its plan has it, its step, and when each stage computes what."""
     rows = stage_rows(found)
     for number, row in enumerate(rows if with_spans else ()):
-        row["spans"] = _spans_json(found, number)
+        # Columns of what a stage computes, in order; the update is of no micro-batch.
+        spans = [span for span in found.run.spans if span.stage == number]
+        actions = [span.action for span in spans]
+        row["spans"] = {
+            "kind": [span.kind for span in spans],
+            "micro_batch": [action and action.micro_batch for action in actions],
+            "chunk": [action and action.part // found.shape.stages for action in actions],
+            "start_seconds": [span.start_s for span in spans],
+            "end_seconds": [span.end_s for span in spans],
+        }
     return {
         **fields_of(found.record),
         **fields_of(found.shape, "group", "batch", "micro_batches", "chunks"),
@@ -71,19 +80,6 @@ def stage_rows(found: "Pipelined") -> list[dict[str, Any]]:
             found.record.stages, found.stages, found.run.idle, strict=True
         )
     ]
-
-
-def _spans_json(found: "Pipelined", stage: int) -> dict[str, list[Any]]:
-    """Return columns of what a stage computes, in order; the update is of no micro-batch."""
-    spans = [span for span in found.run.spans if span.stage == stage]
-    actions, chunks = [span.action for span in spans], found.shape.stages
-    return {
-        "kind": [span.kind for span in spans],
-        "micro_batch": [action and action.micro_batch for action in actions],
-        "chunk": [action and action.part // chunks for action in actions],
-        "start_seconds": [span.start_s for span in spans],
-        "end_seconds": [span.end_s for span in spans],
-    }
 
 
 def decisions_text(plan: Plan) -> str:

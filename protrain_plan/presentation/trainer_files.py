@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from protrain_plan.presentation.terminal import Text, fields_of
-from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Plan
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT
 
 if TYPE_CHECKING:
     from protrain_plan.models.trainer_files import TrainerFile
@@ -42,7 +42,7 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
     PyTorch does; with checkpointing, no block holds more than in a plan that only recomputes.
     """
     plan = found.solved.plan if found.solved else None
-    batch, micro_batches = found.profile.workload.batch_size, found.micro_batches
+    batch, micro_batches = found.profile.workload.batch_size, found.question.settings.micro_batches
     if plan is None:
         largest = found.infeasible.largest_batch_size if found.infeasible else None
         # The largest that fits and divides the sequences of an update.
@@ -62,7 +62,13 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
     ]
     if plan is None:
         return Advice(cell=cell, changes=tuple(changes))
-    recomputes = not plain_fits and _recomputes(plan)
+    # Whether the plan does no more than recompute blocks, as checkpointing does with all.
+    recomputes = not plain_fits and all(
+        unit.states == PERSISTENT
+        and not unit.activations.tier
+        and (unit.activations == KEEP or (unit.kind == "block" and unit.activations.recomputes))
+        for unit in plan.units
+    )
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     many = sum(unit.activations.recomputes and not unit.activations.tier for unit in blocks)
     note = f"the plan recomputes {many} of {len(blocks)} blocks, and the file all"
@@ -82,16 +88,6 @@ def _switched(file: "TrainerFile", switch: Mapping[str, Any], *, on: bool) -> li
     new = switch["on" if on else "off"]
     is_so = new == (switch["default"] if now is None else now)
     return [] if is_so else [Change(key, now, new)]
-
-
-def _recomputes(plan: Plan) -> bool:
-    """Whether the plan does no more than recompute blocks, as checkpointing does with all."""
-    return all(
-        unit.states == PERSISTENT
-        and not unit.activations.tier
-        and (unit.activations == KEEP or (unit.kind == "block" and unit.activations.recomputes))
-        for unit in plan.units
-    )
 
 
 def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:

@@ -195,7 +195,5 @@ def _update_work(rules: UpdateRules, workload: Workload, optimizer: str) -> Upda
     if stored != stepped:
         moved += stored.itemsize  # the parameters that the model computes with
     return UpdateWork(
-        device_bytes=moved,
-        host_bytes=moved + 3 * stored.itemsize,
-        host_share=host_share(optimizer),
+        device_bytes=moved, host_bytes=moved + 3 * stored.itemsize, host_share=host_share(optimizer)
     )

@@ -284,8 +284,7 @@ class _Measuring:
 
     def _without_equals(self) -> AbstractContextManager[object]:
         """Count bytes of equal blocks once."""
-        whole = self.running is None
-        return stubs_in_place(self.found, self.classes) if whole else nullcontext()
+        return stubs_in_place(self.found, self.classes) if self.running is None else nullcontext()
 
     def analyzed(self) -> ModelStructure:
         """The bytes that units save, by form."""
@@ -466,8 +465,7 @@ def _repetitions(
     ratios = [one / statistics.median(repeated) for repeated in steps for one in repeated]
     planned = 0.0
     if rehearsal.step_seconds is not None:
-        plan = rehearsal.plan
-        simulated, _ = simulated_seconds(program_of(plan, profile))
+        simulated, _ = simulated_seconds(program_of(rehearsal.plan, profile))
         planned = four_digits(rehearsal.step_seconds / simulated)
     return Repetitions(
         num_steps=len(ratios),

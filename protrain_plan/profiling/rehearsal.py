@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -187,7 +188,7 @@ def rehearse(
     model, stepper = prepare(
         model,
         made,
-        optimizer=_idle(optimizer_factory(optimizer)),
+        optimizer=partial(_idle, optimizer_factory(optimizer)),
         param_groups=[{"params": trained}],
         spill_directory=spill_directory,
     )
@@ -250,8 +251,7 @@ def _all_moved(
     swapped_bytes: int,
 ) -> tuple[list[UnitPlan], list[nn.Parameter]]:
     """The units with everything offloaded and swapped, and the parameters that are trained."""
-    shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
-    of_units = unit_parameters(model, shape)
+    of_units = unit_parameters(model, [(unit.kind, unit.name, unit.parameters) for unit in units])
     missing = {p for index in absent for _, p in of_units[index]}
     trained = [p for p in model.parameters() if p.requires_grad and p not in missing]
     sizes = [
@@ -310,14 +310,10 @@ def _tell(what: str) -> None:
         whereabouts.in_slot(int(number))
 
 
-def _idle(factory: OptimizerFactory) -> OptimizerFactory:
-    """The same optimizer with a learning rate of zero: it changes nothing."""
-
-    def make(parameters: ParamsT) -> torch.optim.Optimizer:
-        made = factory(parameters)
-        for group in made.param_groups:
-            rate = group["lr"]  # some take a tensor alone
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        return made
-
-    return make
+def _idle(factory: OptimizerFactory, parameters: ParamsT) -> torch.optim.Optimizer:
+    """The factory's optimizer with a learning rate of zero: it changes nothing."""
+    made = factory(parameters)
+    for group in made.param_groups:
+        rate = group["lr"]  # some take a tensor alone
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    return made

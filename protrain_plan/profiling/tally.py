@@ -15,7 +15,7 @@ from protrain_plan.kept import dumped, loaded
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import Device, Hardware, Rates, is_accelerator
-from protrain_runtime.contract.records.profile import Form, OptimizerCost, Profile, Unit
+from protrain_runtime.contract.records.profile import Form, Profile, Unit
 from protrain_runtime.contract.records.reader import loads
 from protrain_runtime.contract.records.writer import dumps
 from protrain_runtime.contract.units import four_digits
@@ -84,29 +84,25 @@ class Tally:
                 for form, slots in self.steps
             }
         units = timed(before.units, seconds, launching, [(unit,) for unit in self.ran])
+        # A step moves bytes and computes next to nothing; in host memory threads bind it too.
+        host, of_node = rates.host_parameters_per_s * self.update.host_share, 0.0
+        if rates.host_bandwidth_bytes_per_s:
+            of_node = rates.host_bandwidth_bytes_per_s / self.update.host_bytes
+            host = min(host, of_node)
+        on_device = rates.memory_bytes_per_s * rates.memory_efficiency / self.update.device_bytes
         libraries = library_bytes(machine.device) - library_bytes(before.hardware.device)
         return replace(
             before,
             hardware=machine,
             units=tuple(units),
-            optimizer=self._optimizer(rates),
-            fixed_bytes=before.fixed_bytes + libraries,
-        )
-
-    def _optimizer(self, rates: Rates) -> OptimizerCost:
-        """A step moves bytes and computes next to nothing; in host memory threads bind it too."""
-        host, of_node = rates.host_parameters_per_s * self.update.host_share, 0.0
-        if rates.host_bandwidth_bytes_per_s:
-            of_node = rates.host_bandwidth_bytes_per_s / self.update.host_bytes
-            host = min(host, of_node)
-        return replace(
-            self.profile.optimizer,
-            host_parameters_per_s=four_digits(host),
-            node_parameters_per_s=four_digits(of_node),
-            device_parameters_per_s=four_digits(
-                rates.memory_bytes_per_s * rates.memory_efficiency / self.update.device_bytes
+            optimizer=replace(
+                before.optimizer,
+                host_parameters_per_s=four_digits(host),
+                node_parameters_per_s=four_digits(of_node),
+                device_parameters_per_s=four_digits(on_device),
+                host_piece_s=rates.host_piece_s,
             ),
-            host_piece_s=rates.host_piece_s,
+            fixed_bytes=before.fixed_bytes + libraries,
         )
 
 
@@ -156,8 +152,7 @@ def timed(
     """
 
     def median(form: Form, slots: Sequence[int]) -> float:
-        steps = seconds[form]
-        found = statistics.median(step[slot] for step in steps for slot in slots)
+        found = statistics.median(step[slot] for step in seconds[form] for slot in slots)
         if FORMS[form].of == "last part":
             found = max(found, 1.01 * median("keep", slots))
         return four_digits(found)

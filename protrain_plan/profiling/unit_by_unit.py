@@ -18,7 +18,7 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from protrain_plan.garbage import collected_as_usual
+from protrain_plan.garbage import USUAL, collected
 from protrain_plan.hardware.operators import allocator_of
 from protrain_plan.hardware.probe import Progress, host_memory_bytes, processor_name
 from protrain_plan.models.batches import Batch, first_of
@@ -209,7 +209,7 @@ def _settled() -> Iterator[None]:
     frozen_by_others = gc.get_freeze_count() > 0
     gc.freeze()
     try:
-        with collected_as_usual():
+        with collected(USUAL):
             yield
     finally:
         if not frozen_by_others:

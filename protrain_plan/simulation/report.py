@@ -1,11 +1,11 @@
 """Reports of a step's time and memory: a record for programs, sentences for people."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
 
 from protrain_plan.simulation.critical_path import PathPart, critical_path
-from protrain_plan.simulation.timeline import Stall, Timeline, simulate
+from protrain_plan.simulation.timeline import Stall, simulate
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.memory import SlotBytes, device_bytes, peak_bytes
 from protrain_runtime.contract.program.program import COMPUTE, Move, MoveKind, slot_words
@@ -71,11 +71,30 @@ def report(program: BoundProgram) -> StepReport:
         for index, ((start, end), held) in enumerate(zip(timeline.compute, device, strict=True))
     )
     peak = max(range(len(slots)), key=lambda index: slots[index].device.total)
+    moved: dict[str, int] = {COMPUTE: 0}
+    for move in sorted(program.moves, key=lambda move: str(move.lane)):
+        lane = str(move.lane)
+        moved[lane] = moved.get(lane, 0) + move.bytes
+    lanes: list[LaneReport] = []
+    for lane, size in moved.items():
+        spans = [span for span in timeline.spans if span.lane == lane]
+        busy = sum(span.end_s - span.start_s for span in spans)
+        # A lane runs one thing at a time: only rounding can exceed the step.
+        busy = min(busy, timeline.step_seconds)
+        lanes.append(
+            LaneReport(
+                name=lane,
+                busy_s=busy,
+                utilisation=busy / timeline.step_seconds if busy else 0.0,
+                bytes=size,
+                num_moves=len(spans),
+            )
+        )
     moves = {program.move_name(number): move for number, move in enumerate(program.moves)}
     return StepReport(
         step_seconds=timeline.step_seconds,
         stall_seconds=timeline.stall_s,
-        lanes=_lanes(program, timeline),
+        lanes=tuple(lanes),
         stall_by_lane=_summed((stall.lane, stall.seconds) for stall in timeline.stalls),
         stall_by_cause=_summed(
             (stall_cause(stall, moves[stall.waited_for]), stall.seconds)
@@ -119,7 +138,15 @@ def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
             f"{100 * busiest.utilisation:.0f} % of {of_it}"
             + (f", with {format_bytes(busiest.bytes)}" if busiest.bytes else "")
         )
-        sentences.append(_path_in_words(report.critical_path))
+        path = report.critical_path
+        seconds = _summed((part.lane, part.end_s - part.start_s) for part in path)
+        shares = ", ".join(f"{lane} {format_seconds(s)}" for lane, s in seconds.items())
+        words = f"the critical path is {shares}"
+        if others := [part for part in path if part.lane != COMPUTE]:
+            longest = max(others, key=lambda part: part.end_s - part.start_s)
+            to_last = f" to {longest.last}" if longest.last != longest.first else ""
+            words += f"; most of all it waits for {longest.first}{to_last}"
+        sentences.append(words)
     fullest = report.fullest.device
     by_kind = sorted(fullest.by_kind.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in by_kind if size)
@@ -132,42 +159,6 @@ def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
     if held:
         sentences.append(f"below the device, {held}")
     return sentences
-
-
-def _path_in_words(path: Sequence[PathPart]) -> str:
-    """Seconds of each lane on the critical path, and the longest of its other parts."""
-    seconds = _summed((part.lane, part.end_s - part.start_s) for part in path)
-    shares = ", ".join(f"{lane} {format_seconds(s)}" for lane, s in seconds.items())
-    words = f"the critical path is {shares}"
-    others = [part for part in path if part.lane != COMPUTE]
-    if not others:
-        return words
-    longest = max(others, key=lambda part: part.end_s - part.start_s)
-    to_last = f" to {longest.last}" if longest.last != longest.first else ""
-    return f"{words}; most of all it waits for {longest.first}{to_last}"
-
-
-def _lanes(program: BoundProgram, timeline: Timeline) -> tuple[LaneReport, ...]:
-    moved: dict[str, int] = {COMPUTE: 0}
-    for move in sorted(program.moves, key=lambda move: str(move.lane)):
-        lane = str(move.lane)
-        moved[lane] = moved.get(lane, 0) + move.bytes
-    lanes: list[LaneReport] = []
-    for lane, size in moved.items():
-        spans = [span for span in timeline.spans if span.lane == lane]
-        busy = sum(span.end_s - span.start_s for span in spans)
-        # A lane runs one thing at a time: only rounding can exceed the step.
-        busy = min(busy, timeline.step_seconds)
-        lanes.append(
-            LaneReport(
-                name=lane,
-                busy_s=busy,
-                utilisation=busy / timeline.step_seconds if busy else 0.0,
-                bytes=size,
-                num_moves=len(spans),
-            )
-        )
-    return tuple(lanes)
 
 
 def stall_cause(stall: Stall, move: Move) -> str:

@@ -18,10 +18,8 @@ from typing import Literal
 from protrain_plan.simulation.group import collective_seconds
 from protrain_plan.simulation.rates import rates
 from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
-from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE, Move
+from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE
 from protrain_runtime.contract.records.hardware import is_accelerator
-from protrain_runtime.contract.records.plan import StepSettings
-from protrain_runtime.contract.records.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,30 +69,29 @@ class Timeline:
     compute: tuple[tuple[float, float], ...]
 
 
-def move_seconds(move: Move, profile: Profile, settings: StepSettings) -> float:
-    """Seconds of a move when nothing interferes: latency + bytes / bandwidth.
-
-    The optimizer's step on a piece: piece_s + parameters / speed.
-    """
-    if move.kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        return collective_seconds(move.kind, move.bytes, profile.hardware, settings)
-    tier, count = move.lane.tier, move.stop - move.start
-    if move.lane.direction == "update":
-        return update_seconds(profile.optimizer, count, on_device=tier == "device")
-    assert tier is not None and tier != "device", "others have no link"
-    link = profile.hardware.tier(tier).link
-    bytes_per_s = link.read_bytes_per_s if move.lane.way.inwards else link.write_bytes_per_s
-    return link.latency_s + move.bytes / bytes_per_s
-
-
 def _work(program: BoundProgram) -> list[float]:
-    """The seconds of every move; most are like others, and known."""
-    known, work = program.implications.known_seconds, list[float]()
+    """The seconds of every move when nothing interferes; most are like others, and known.
+
+    They are latency + bytes / bandwidth; of an update of a piece, piece_s + parameters / speed.
+    """
+    profile, work = program.profile, list[float]()
+    known = program.implications.known_seconds
     for move in program.moves:
-        like = (move.kind, move.lane, move.bytes, move.stop - move.start)
+        tier, count = move.lane.tier, move.stop - move.start
+        like = (move.kind, move.lane, move.bytes, count)
         seconds = known.get(like)
         if seconds is None:
-            seconds = known[like] = move_seconds(move, program.profile, program.settings)
+            if move.kind in ("all-gather", "reduce-scatter", "all-reduce"):
+                machine, settings = profile.hardware, program.settings
+                seconds = collective_seconds(move.kind, move.bytes, machine, settings)
+            elif move.lane.direction == "update":
+                seconds = update_seconds(profile.optimizer, count, on_device=tier == "device")
+            else:
+                assert tier is not None and tier != "device", "others have no link"
+                link, inwards = profile.hardware.tier(tier).link, move.lane.way.inwards
+                bytes_per_s = link.read_bytes_per_s if inwards else link.write_bytes_per_s
+                seconds = link.latency_s + move.bytes / bytes_per_s
+            known[like] = seconds
         work.append(seconds)
     return work
 
@@ -117,7 +114,12 @@ def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
     time of a move. A processor computes in that thread, so that nothing is launched.
     """
     move_s, costs = program.profile.hardware.move_s, [each.cost for each in program.activations]
-    update_s = device_update_seconds(program) if program.updating else 0.0
+    # The optimizer steps on persistent chunks and shards on the device; what is updated in backward
+    # takes its time there.
+    end, update_s = len(program.slots), 0.0
+    if program.updating:
+        stepped = sum(state.num_stepped for state in program.states if state.step_slot == end)
+        update_s = stepped / program.profile.optimizer.device_parameters_per_s
     computing = [*slot_seconds(program), update_s]
     handling = [move_s * (len(slot.submit) + len(slot.finish)) for slot in program.slots]
     handling.append(move_s * len(program.last))
@@ -130,16 +132,6 @@ def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
         for slot in program.slots
     ]
     return computing, list(map(add, [*launching, 0.0], handling))
-
-
-def device_update_seconds(program: BoundProgram) -> float:
-    """Seconds of the optimizer's step on the persistent chunks, and on shards on the device.
-
-    Those that are updated in backward take their time there.
-    """
-    end = len(program.slots)
-    parameters = sum(state.num_stepped for state in program.states if state.step_slot == end)
-    return parameters / program.profile.optimizer.device_parameters_per_s
 
 
 def host_update_seconds(program: BoundProgram) -> float:
@@ -187,13 +179,6 @@ SAME_S = 1e-9
 
 _Rates = tuple[float, tuple[tuple[int, float], ...]]
 """The rates of compute and of each running lane, by its number, until the next event."""
-
-
-def _alike(one: dict[int, float], other: dict[int, float]) -> bool:
-    """Whether two steps leave the same work."""
-    return one.keys() == other.keys() and all(
-        abs(left - other[number]) < SAME_S for number, left in one.items()
-    )
 
 
 class _Simulation:
@@ -251,7 +236,9 @@ class _Simulation:
             self._follow()
             self._step()
             longer, seconds, left = seconds, self.now - self.began, self._left_over()
-            if _alike(left, before):
+            if left.keys() == before.keys() and all(
+                abs(work - before[number]) < SAME_S for number, work in left.items()
+            ):
                 return seconds, self.stall
             before, steps = left, steps + 1
         return max(seconds, longer), self.stall
@@ -340,8 +327,7 @@ class _Simulation:
             last = max(awaited, key=lambda number: self.ended[number] or 0.0)
             last %= self.num_moves
             lane = str(self.lanes[self.lane_of[last]])
-            name = self.program.move_name(last)
-            found.append(Stall(slot, seconds, name, lane, reason))
+            found.append(Stall(slot, seconds, self.program.move_name(last), lane, reason))
         return tuple(found)
 
     def _submit(self, moves: Sequence[int]) -> None:

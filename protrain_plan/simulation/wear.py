@@ -44,8 +44,7 @@ def wear(plan: Plan, profile: Profile) -> Wear | None:
     """
     if not plan.prediction.peak_bytes.disk or plan.pipeline is not None:
         return None
-    own = profile_for(profile, plan)
-    implied = Implications(own, plan.settings)
+    implied = Implications(profile_for(profile, plan), plan.settings)
     last = bind(plan.units, implied)
     written = float(_to_disk(last))
     if last.speculative:

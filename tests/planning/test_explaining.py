@@ -184,7 +184,7 @@ def random_plan(rng: random.Random) -> tuple[Profile, Plan]:
         micro_batches=rng.choice([1, 3]),
     )
     problem = asked.problem()
-    while not problem.within_tiers(choice := random_choice(problem, rng)):
+    while problem.beyond(choice := random_choice(problem, rng)).keys() - {"device"}:
         pass
     device = max(problem.static_bytes(choice)) + rng.choice([0, 30, 300]) * MB
     budgets = within(profile, device)

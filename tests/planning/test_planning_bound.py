@@ -289,7 +289,7 @@ def test_a_full_tier_is_asked_for_what_staging_takes_of_it() -> None:
     found = choices._tries(problem, "device", (1.0, 1.0), counted=True, stopped=None)
     assert found
     assert found.proven_bytes == first.proven < found.bytes
-    assert problem.within_tiers(found.choice)
+    assert problem.beyond(found.choice).keys() <= {"device"}
     lean = min_memory(problem)
     assert lean
     assert lean.bytes <= found.bytes

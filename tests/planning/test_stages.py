@@ -142,7 +142,7 @@ def few_decisions(problem: Problem) -> Problem:
         kinds = (KEEP, RECOMPUTE, Activations(tier="host"))
         activations = [n for n, one in enumerate(options.activations) if one.decision in kinds]
         left.append((activations, [0, len(options.states) - 1]))
-    return problem.with_options(left)
+    return problem.changed(left=tuple(left))
 
 
 @pytest.mark.nightly(by_day=6)

@@ -13,8 +13,8 @@ def printed(width: int) -> str:
     table = CellTable(("machine", "batch"), ("tokens/s", "device", "host", "disk"))
     heads = ("16 x rtx-pro-6000 (2 replicas)", "16 of 1 x 131072")
     heading = "16 x rtx-pro-6000 16 of 1 x 131072 (2 replicas)"
-    table.add_cell(heads, heading, Text("with a plan, tight"), NUMBERS)
-    table.add_way("  checkpointed, tight", ("no", "425.3 GiB", "-", "-"))
+    table.add(heads, heading, Text("with a plan, tight"), NUMBERS)
+    table.add(("", ""), "", Text("  checkpointed, tight"), ("no", "425.3 GiB", "-", "-"))
     console = Console(width=width, force_terminal=False)
     with console.capture() as shown:
         console.print(table)

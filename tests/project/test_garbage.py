@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from protrain_plan.garbage import collected_as_usual, collected_seldom
+from protrain_plan.garbage import SELDOM, USUAL, collected
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.questions.planner import plan
@@ -14,13 +14,11 @@ from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.plan import Budgets
 from tests.support.estimates import estimates
 
-USUAL = gc.get_threshold()
-
 
 def interrupted() -> None:
-    with collected_seldom():
+    with collected(SELDOM):
         assert gc.get_threshold() > USUAL
-        with collected_as_usual():
+        with collected(USUAL):
             assert gc.get_threshold() == USUAL
         assert gc.get_threshold() > USUAL
         raise KeyboardInterrupt
@@ -40,7 +38,7 @@ def test_bytes_are_counted_as_usual_and_plans_are_made_seldom() -> None:
         seen[what] = gc.get_threshold()
 
     machine = load_hardware("rtx-4090")
-    with collected_seldom():
+    with collected(SELDOM):
         (profile,) = estimates(
             load_source("tiny-llama"),
             machines=[machine],

@@ -206,7 +206,7 @@ EVERY_RULE = tuple(ScheduleRule(depth, window) for depth in EVERY_DEPTH for wind
 def seconds_by_rules(problem: Problem, choice: Choice, rules: Iterable[ScheduleRule]) -> float:
     """Seconds of a step under the fastest of these rules; infinity where it has no room."""
     free = [problem.device - total for total in problem.static_bytes(choice)]
-    if min(free) < 0 or not problem.within_tiers(choice):
+    if problem.beyond(choice):
         return inf
     made = {fill(problem, choice, list(free), rule) for rule in rules}
     return min(step_seconds(problem, plans_of(problem, choice, one))[0] for one in made)

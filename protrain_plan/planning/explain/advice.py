@@ -67,12 +67,8 @@ def _lacking(problem: Problem) -> tuple[str, Sequence[tuple[TierName, Leanest]]]
     each = ((tier, _enough_of(tier, problem)) for tier in problem.tiers)
     if found := [(tier, needs) for tier, needs in each if needs]:
         there = {tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers}
-
-        def lacks(one: tuple[TierName, Leanest]) -> tuple[bool, int]:
-            tier, needs = one
-            return needs.bytes > there[tier], needs.bytes - problem.tiers[tier]
-
-        return "or", sorted(found, key=lacks)
+        lacks = {tier: needs.bytes - problem.tiers[tier] for tier, needs in found}
+        return "or", sorted(found, key=lambda one: (one[1].bytes > there[one[0]], lacks[one[0]]))
     if len(problem.tiers) < 2:
         return "", ()
     first, second = problem.tiers
@@ -120,8 +116,7 @@ def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple
         if free and free.bytes < lean.bytes:
             lines.append(f"without the pins the device needs {enough(free.bytes + besides)}")
     freed = replace(
-        problem,
-        tiers={tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers},
+        problem, tiers={tier.name: tier.capacity_bytes for tier in problem.profile.hardware.tiers}
     )
     if freed.tiers != problem.tiers:
         unlimited = min_memory(freed)

@@ -178,14 +178,16 @@ def explain(profile: Profile, plan: Plan, search: Sequence[SearchStage] = ()) ->
 
 
 def in_words(explanation: Explanation) -> list[str]:
-    """Two or three sentences on the limits, then the reason of each group."""
+    """Two or three sentences on the limits, the reason of each group, then what stages found."""
     lanes = [limit for limit in explanation.limits if isinstance(limit, LaneLimit)]
     memory = [limit for limit in explanation.limits if isinstance(limit, MemoryLimit)]
     words: list[str] = []
     if shares := [limit for limit in lanes if limit.share >= 0.005]:
         parts = [f"{lane_words(limit.resource)} {100 * limit.share:.0f} %" for limit in shares]
         words.append(f"What makes up the step, about: {', '.join(parts)}.")
-    amount = amount_of(explanation.device_budget)
+    # A round number of bytes, at most a tenth of the budget.
+    amounts = (2**30, 100 * 2**20, 10 * 2**20)
+    amount = next((one for one in amounts if 10 * one <= explanation.device_budget), 2**20)
     if memory:
         slots = [limit for limit in memory if limit.where]
         saved = sum(limit.seconds_per_gib for limit in slots) * amount / GIB
@@ -215,13 +217,8 @@ def in_words(explanation: Explanation) -> list[str]:
         "Evaluated between a forward and its backward, the model takes up to"
         f" {format_bytes(explanation.evaluation_bytes)} of tensors on the device."
     )
-    return words + list(_searched(explanation.search))
-
-
-def _searched(stages: Sequence[SearchStage]) -> Iterator[str]:
-    """Sentences on what each stage of the search found, and how good that is."""
     step, bound = inf, 0.0
-    for one in stages:
+    for one in explanation.search:
         found: list[str] = []
         if one.step_seconds < step * (1 - TIE):
             less = f", {1 - one.step_seconds / step:.1%} less" if step < inf else ""
@@ -229,9 +226,10 @@ def _searched(stages: Sequence[SearchStage]) -> Iterator[str]:
         if one.bound_seconds > bound * (1 + TIE):
             found.append(f"no plan takes less than {format_seconds(one.bound_seconds)}")
         step, bound = one.step_seconds, one.bound_seconds
-        yield f"Search, {one.stage}: {'; '.join(found) or 'nothing faster'}."
-    if stages:
-        yield f"The plan's step is {step / bound - 1:.1%} above that bound."
+        words.append(f"Search, {one.stage}: {'; '.join(found) or 'nothing faster'}.")
+    if explanation.search:
+        words.append(f"The plan's step is {step / bound - 1:.1%} above that bound.")
+    return words
 
 
 def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
@@ -494,8 +492,7 @@ class _Explainer:
     def _why(self, burden: _Burden, compared: Sequence[_Compared], *, many: bool) -> str:
         """The budgets that exclude decisions of less work, and the costs of the others."""
         less = sorted(
-            (one for one in compared if one.burden.is_less_than(burden)),
-            key=lambda one: one.burden,
+            (one for one in compared if one.burden.is_less_than(burden)), key=lambda one: one.burden
         )
         others = [one for one in compared if one not in less]
         if not compared or (not less and all(burden.is_less_than(one.burden) for one in others)):
@@ -574,14 +571,6 @@ def lane_words(lane: str) -> str:
         return "collectives"
     word, _, tier = lane.partition(" ")
     return f"transfers {'from' if word == 'fetch' else 'to'} {tier}" if tier else word
-
-
-def amount_of(budget: int) -> int:
-    """A round number of bytes, at most a tenth of the budget."""
-    for amount in (2**30, 100 * 2**20, 10 * 2**20):
-        if 10 * amount <= budget:
-            return amount
-    return 2**20
 
 
 def at_most(seconds: float) -> str:

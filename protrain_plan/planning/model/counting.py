@@ -22,14 +22,7 @@ from typing import NamedTuple
 
 import pulp
 
-from protrain_plan.planning.model.decision_model import (
-    COUNTED,
-    EQ,
-    LE,
-    Decided,
-    LinearModel,
-    Terms,
-)
+from protrain_plan.planning.model.decision_model import COUNTED, EQ, LE, Decided, LinearModel, Terms
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import LinearProgram, Solution, Stopped
@@ -185,11 +178,7 @@ class CountProgram(LinearModel):
                         count = self.pulp.add_variable(name, 0, len(units), pulp.LpInteger)
                         found.append(
                             Counted(
-                                name=name,
-                                units=units,
-                                option=option,
-                                choice=choice,
-                                number=count,
+                                name=name, units=units, option=option, choice=choice, number=count
                             )
                         )
                     # Every unit takes exactly one option.
@@ -255,10 +244,7 @@ class CountProgram(LinearModel):
         answer = self.program.solve(integer=True, max_nodes=MAX_NODES, gap=gap)
         if not answer.values:
             return None
-        return answer.bound, self._numbers(answer.values)
-
-    def _numbers(self, values: Mapping[str, float]) -> dict[str, int]:
-        return {one.name: round(values[one.name]) for one in self.counted}
+        return answer.bound, {one.name: round(answer.values[one.name]) for one in self.counted}
 
 
 class _Shares:
@@ -364,8 +350,7 @@ class Counting:
 
     def amounts(self, caution: Caution) -> Amounts | None:
         """The relaxation's amounts of options; None where caution leaves the device too little."""
-        values = self._shares.solve(caution)
-        return self._amounts(values, self._shares.fluid) if values else None
+        return self._amounts(self._shares.solve(caution), self._shares.fluid)
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:
         """The relaxation's amounts where so many units take each option."""

@@ -120,18 +120,15 @@ class LinearModel:
         for tier, limit in self.problem.tiers.items():
             terms = self.tier_terms(tier)
             if tier == "host" and accelerator:
-                terms += [*staging, *self._passing(limit)]
+                terms += staging
+                is_short = limit <= SHORT_OF_PASSAGES * PASSING_BYTES
+                if is_short and "disk" in self.problem.tiers:
+                    # What goes to disk and back passes through: `implications.tier_staging_bytes`.
+                    on_disk = (
+                        (n, len(units)) for o, n, units in self.each() if "disk" in o.tier_bytes
+                    )
+                    terms.append((self.used("passes", on_disk), PASSING_BYTES / self.byte_unit))
             self.row(f"budget_{tier}", terms, LE, limit / self.byte_unit)
-
-    def _passing(self, limit: int) -> Terms:
-        """The host memory that bytes on their way to disk and back pass through, where it matters.
-
-        See `implications.tier_staging_bytes`.
-        """
-        if "disk" not in self.problem.tiers or limit > SHORT_OF_PASSAGES * PASSING_BYTES:
-            return []
-        on_disk = ((n, len(units)) for o, n, units in self.each() if "disk" in o.tier_bytes)
-        return [(self.used("passes", on_disk), PASSING_BYTES / self.byte_unit)]
 
     def busy(self, second_unit: float = 1.0) -> dict[Way | Lane | str, Terms]:
         """The seconds that decisions take of each lane at least."""
@@ -187,10 +184,6 @@ class DecisionModel(LinearModel):
             return "end"
         return f"f{slot}" if slot < count else f"b{self.end - 1 - slot}"
 
-    def per_slot(self, name: str) -> list[pulp.LpVariable]:
-        """One variable for each slot, the device's update included."""
-        return [self.variable(f"{name}_{self.slot_name(t)}") for t in range(self.end + 1)]
-
     def each(self) -> Iterable[Decided]:
         for unit, option, x in self.each_activation():
             yield option, x, (unit,)
@@ -245,14 +238,25 @@ class DecisionModel(LinearModel):
         Also the budgets of the other tiers, since staging buffers stand in one or the other.
         """
         problem, unit = self.problem, self.byte_unit
-        used = self._used_states()
+        # Every placement with whether some unit of a class takes it: 1 as soon as one does. A
+        # maximum over chunks that are fractions would be a fraction of what one chunk needs.
+        used: list[tuple[StateOption, pulp.LpVariable]] = []
+        for number, units in enumerate(problem.classes):
+            options = problem.options[units[0]].states
+            for k, (option, y) in enumerate(zip(options, self.states[units[0]], strict=True)):
+                if len(units) < COUNTED:
+                    used += [(option, self.states[unit][k]) for unit in units]
+                elif option.staging != NO_STAGING or option.device_workspace:
+                    name = f"used_{number}_{y.name.split('_', 2)[2]}"
+                    some = self.used(name, ((self.states[unit][k], 1) for unit in units))
+                    used.append((option, some))
         staging = self.staging(used, on_device=False)
         sizes = [state.device_workspace - 1 for state, _ in used]
         device_workspace = self.maximum("device_workspace", sizes, [y for _, y in used])
         change: list[Terms] = [[] for _ in range(self.end + 2)]
 
-        for option, one, _ in self.each():
-            for held in option.live_ranges:
+        for each, one, _ in self.each():
+            for held in each.live_ranges:
                 change[held.first].append((one, held.bytes / unit))
                 change[held.last + 1].append((one, -held.bytes / unit))
         if not is_accelerator(problem.implied.device):
@@ -260,7 +264,7 @@ class DecisionModel(LinearModel):
         if any(state.decision.update_on_device for state, _ in used):
             change[0] += self.staging(used, on_device=True)
         change[self.end].append((device_workspace, 1.0))
-        memory = self.per_slot("m")
+        memory = [self.variable(f"m_{self.slot_name(t)}") for t in range(self.end + 1)]
         for t, m in enumerate(memory):
             # m_t - m_{t-1} = what the decisions begin to need in slot t, less what they stop to.
             before: Terms = [(memory[t - 1], -1.0)] if t else []
@@ -280,23 +284,6 @@ class DecisionModel(LinearModel):
             if (leaving := state.leaving) and leaving.slot == self.end - 1
         ]
         return needs
-
-    def _used_states(self) -> list[tuple[StateOption, pulp.LpVariable]]:
-        """Every placement with whether some unit of a class takes it: 1 as soon as one does.
-
-        A maximum over chunks that are fractions would be a fraction of what one chunk needs.
-        """
-        used: list[tuple[StateOption, pulp.LpVariable]] = []
-        for number, units in enumerate(self.problem.classes):
-            options = self.problem.options[units[0]].states
-            for k, (option, y) in enumerate(zip(options, self.states[units[0]], strict=True)):
-                if len(units) < COUNTED:
-                    used += [(option, self.states[unit][k]) for unit in units]
-                elif option.staging != NO_STAGING or option.device_workspace:
-                    name = f"used_{number}_{y.name.split('_', 2)[2]}"
-                    some = self.used(name, ((self.states[unit][k], 1) for unit in units))
-                    used.append((option, some))
-        return used
 
     # Reading and writing
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from protrain_plan.planning.model.problem import Problem
-from protrain_runtime.contract.program.implications import ActivationOption, StateOption
 from protrain_runtime.contract.program.memory import base_bytes
 
 _Rows = list[list[int]]
@@ -39,19 +38,20 @@ def within_reach(problem: Problem) -> Problem:
             kinds = (options.activations, options.states)
             for kind, held in enumerate(pair):
                 least = [min(column) for column in zip(*held, strict=True)]
-                found = [
-                    number
-                    for number, row in zip(numbers[kind], held, strict=True)
-                    if _on_tiers(problem, kinds[kind][number])
-                    and all(
-                        one - low <= free for one, low, free in zip(row, least, room, strict=True)
-                    )
-                ]
+                found: list[int] = []
+                for number, row in zip(numbers[kind], held, strict=True):
+                    below = kinds[kind][number].tier_bytes
+                    if any(below.get(tier, 0) > limit for tier, limit in problem.tiers.items()):
+                        continue
+                    slots = zip(row, least, room, strict=True)
+                    if all(one - low <= free for one, low, free in slots):
+                        found.append(number)
                 fewer |= len(found) < len(numbers[kind])
                 numbers[kind] = found
     if any(not of_kind for pair in left for of_kind in pair):
         return problem  # there is no plan
-    return problem.with_options([(pair[0], pair[1]) for pair in left])
+    assert not problem.left, "numbers are those of all options"
+    return problem.changed(left=tuple((pair[0], pair[1]) for pair in left))
 
 
 def _rows(problem: Problem) -> list[tuple[_Rows, _Rows]]:
@@ -71,7 +71,3 @@ def _least(problem: Problem, rows: Sequence[Sequence[_Rows]]) -> list[int]:
     least = [[min(column) for column in zip(*held, strict=True)] for pair in rows for held in pair]
     base = base_bytes(problem.profile, problem.settings)
     return [base + sum(column) for column in zip(*least, strict=True)]
-
-
-def _on_tiers(problem: Problem, option: ActivationOption | StateOption) -> bool:
-    return all(option.tier_bytes.get(tier, 0) <= limit for tier, limit in problem.tiers.items())

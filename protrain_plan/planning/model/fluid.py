@@ -45,7 +45,8 @@ from typing import NamedTuple
 import pulp
 
 from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionModel, Terms
-from protrain_plan.planning.model.problem import Problem
+from protrain_plan.planning.model.problem import SAFE, Problem
+from protrain_plan.planning.model.solver import Stopped, solve
 from protrain_plan.simulation.rates import contention, crossing, rates
 from protrain_runtime.contract.program.program import NETWORK, UPDATE_ON_DEVICE, UPDATES, Way
 from protrain_runtime.contract.records.hardware import is_accelerator
@@ -131,7 +132,17 @@ class ForwardBackward:
         self._add_balances()
         self._add_lanes()
         self._add_compute()
-        self._add_launches()
+        # One thread launches all of the phase, during stalls and compute. Nothing is added where
+        # the device is slower at its least than that thread at its most.
+        costs = [[o.cost for o in options.activations] for options in self.problem.options]
+        most = sum(max(cost.launch_s for cost in unit) for unit in costs)
+        least = sum(min(cost.compute_s for cost in unit) for unit in costs)
+        if most > least and is_accelerator(self.hardware.device.kind):
+            launches = [
+                (x, option.cost.launch_s / self.second_unit)
+                for _, option, x in model.each_activation()
+            ]
+            self.row("launches", [*launches, *((v, -f) for v, f in self.seconds())], LE)
         if updating:
             self._add_chains()
         self._add_limits(static)
@@ -246,6 +257,7 @@ class ForwardBackward:
 
     def _add_balances(self) -> None:
         """Add what waits after each window: first what is fetched ahead, then what is left."""
+        of_unit = {y: unit for unit, _, y in self.model.each_state()}
         for name, flow in sorted(self.flows.items(), key=lambda item: not item[1].ahead):
             goes_round = self.overlap and name in _UPDATES
             for w in range(self.last + 1):
@@ -272,25 +284,21 @@ class ForwardBackward:
                     # What waits after the last slot is one of the amounts that are summed.
                     self.row(f"{name}_all_{slot}", [(flow.all[w], 1.0), after], GE)
             if goes_round:
-                self._add_deadlines(name, flow)
+                # When a forward slot computes, what waits is of units after it alone.
+                amounts = [pair for terms in flow.amounts.values() for pair in terms]
+                for w, window in enumerate(self.windows):
+                    unit = window[0]
+                    if unit >= self.problem.count:
+                        break
+                    later = [(y, -size) for y, size in amounts if of_unit[y] > unit]
+                    left: Terms = [(flow.waiting[w - 1], 1.0), (flow.stall[w], -1.0)]
+                    self.row(f"{name}_by_{self.model.slot_name(unit)}", [*left, *later], LE)
             elif not flow.ahead:  # the step ends when every move has ended
                 self.row(f"{name}_all", [(flow.waiting[self.last], 1.0)], EQ)
         # The device's update waits for the sums of gradients.
         if self.several and self.updating:
             sums = (self.flows["scatter"], self.flows["sum"])
             self.row("summed_before_update", [(f.compute[self.last], 1.0) for f in sums], EQ)
-
-    def _add_deadlines(self, name: str, flow: Flow) -> None:
-        """When a forward slot computes, what waits is of units after it alone."""
-        of_unit = {y: unit for unit, _, y in self.model.each_state()}
-        amounts = [pair for terms in flow.amounts.values() for pair in terms]
-        for w, window in enumerate(self.windows):
-            unit = window[0]
-            if unit >= self.problem.count:
-                break
-            later = [(y, -size) for y, size in amounts if of_unit[y] > unit]
-            left: Terms = [(flow.waiting[w - 1], 1.0), (flow.stall[w], -1.0)]
-            self.row(f"{name}_by_{self.model.slot_name(unit)}", [*left, *later], LE)
 
     def _add_lanes(self) -> None:
         """During a stall a lane does no more than its time; lanes that share a link share it."""
@@ -395,22 +403,6 @@ class ForwardBackward:
                 ]
                 row = f"beside_together_{name}_{self.name(t)}"
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
-
-    def _add_launches(self) -> None:
-        """One thread launches all of the phase, during stalls and compute.
-
-        Nothing is added where the device is slower at its least than that thread at its most.
-        """
-        costs = [[o.cost for o in options.activations] for options in self.problem.options]
-        most = sum(max(cost.launch_s for cost in unit) for unit in costs)
-        least = sum(min(cost.compute_s for cost in unit) for unit in costs)
-        if most <= least or not is_accelerator(self.hardware.device.kind):
-            return
-        launches = [
-            (x, option.cost.launch_s / self.second_unit)
-            for _, option, x in self.model.each_activation()
-        ]
-        self.row("launches", [*launches, *((v, -f) for v, f in self.seconds())], LE)
 
     def _add_chains(self) -> None:
         """Updates run in the order of backward, and a piece is read, updated, then written."""
@@ -522,7 +514,15 @@ class ForwardBackward:
         flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
         writes = [self.flows[name] for name in self.held_per_written]
         held_writes = list(zip(writes, self.held_per_written.values(), strict=True))
-        every_ahead = self._ahead()
+        # Flows that come ahead of their slots, with the bytes that each of its own holds. A rank's
+        # shard is read into its place among the others', which are gathered there: the room is
+        # taken by what has been gathered, or, with as much for each shard, by what will be.
+        shards = [flow for name, flow in self.flows.items() if name.endswith("_shards")]
+        others = [flow for flow in self.flows.values() if flow.ahead and flow not in shards]
+        every_ahead = {"": [(flow, 1.0) for flow in others]}
+        if shards and self.held_per_shard:
+            rest = [(flow, 1.0) for flow in others if flow is not self.flows["ranks"]]
+            every_ahead["_of_shards"] = [*((flow, self.held_per_shard) for flow in shards), *rest]
         for w, window in enumerate(self.windows):
             leaving = [pair for pair in (*flows, *held_writes) if pair[1]]
             if "scatter" in self.flows and w < self.last:  # the device's update waits for sums
@@ -545,20 +545,6 @@ class ForwardBackward:
                 self.memory_rows.append(self.row(name, [*terms, *coming], LE, 1.0))
                 if len(window) > 1:
                     self._add_edges(w, static, word, ahead, leaving)
-
-    def _ahead(self) -> dict[str, list[tuple[Flow, float]]]:
-        """Prefetch flows, with the device bytes that each byte of them takes.
-
-        A rank's shard is read into its place among the others', which are gathered there: the room
-        is taken by what has been gathered, or, with as much for each shard, by what will be.
-        """
-        shards = [flow for name, flow in self.flows.items() if name.endswith("_shards")]
-        others = [flow for flow in self.flows.values() if flow.ahead and flow not in shards]
-        found = {"": [(flow, 1.0) for flow in others]}
-        if shards and self.held_per_shard:
-            rest = [(flow, 1.0) for flow in others if flow is not self.flows["ranks"]]
-            found["_of_shards"] = [*((flow, self.held_per_shard) for flow in shards), *rest]
-        return found
 
     def _add_edges(
         self,
@@ -649,8 +635,11 @@ class Fluid(DecisionModel):
         """The rows that limit the device's bytes, of all phases."""
         return [row for phase in self.phases for row in phase.memory_rows]
 
-    def minimise_memory(self, limit_s: float) -> None:
-        """Ask for the least budget of the device, in the model's own bytes, within `limit_s`."""
+    def least_bytes(self, limit_s: float, stopped: Stopped) -> float:
+        """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less.
+
+        Infinity where no plan is that fast. The model asks for the least budget from now on.
+        """
         budget = self.variable("budget")
         for row in self.memory_rows:
             row.expr.addterm(budget, -1.0)
@@ -658,6 +647,8 @@ class Fluid(DecisionModel):
         # The step's seconds.
         self.row("seconds", self.seconds(), LE, limit_s / self.second_unit)
         self.minimise([(budget, 1.0)])
+        answer = solve(self.pulp, integer=False, stopped=stopped)
+        return max(0.0, answer.bound * self.byte_unit * (1 - SAFE))
 
     def lower_bound_seconds(self, objective: float) -> float:
         """The bound on every plan's seconds that a bound on the objective implies."""

@@ -85,13 +85,10 @@ class UnitOptions:
             return None
         return known[activations], placements[states]
 
-    def only(self, activations: Sequence[int], states: Sequence[int]) -> "UnitOptions":
-        """Return the unit with these options, by their numbers."""
-        return UnitOptions(
-            self.unit,
-            tuple(self.activations[number] for number in activations),
-            tuple(self.states[number] for number in states),
-        )
+    def placed(self, open_to: Callable[[StateOption], bool]) -> "UnitOptions":
+        """Return the unit with the placements that are open to it, where that leaves some."""
+        left = tuple(filter(open_to, self.states))
+        return replace(self, states=left) if 0 < len(left) < len(self.states) else self
 
 
 def homes(implied: Implications) -> list[StateTier]:
@@ -149,21 +146,6 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
             )
         )
     return tuple(found)
-
-
-def speculating_on(tiers: Sequence[StateTier], options: UnitOptions) -> UnitOptions:
-    """The unit's options without speculative updates elsewhere, where that leaves some."""
-    return _filtered(options, lambda one: not one.decision.speculate or one.tier in tiers)
-
-
-def in_one_tier(options: UnitOptions) -> UnitOptions:
-    """The unit's options without states in two tiers, where that leaves some."""
-    return _filtered(options, lambda one: not one.decision.on_disk)
-
-
-def _filtered(options: UnitOptions, holds: Callable[[StateOption], bool]) -> UnitOptions:
-    left = tuple(filter(holds, options.states))
-    return replace(options, states=left) if 0 < len(left) < len(options.states) else options
 
 
 KIND, VERSION = "pins", 2
@@ -260,7 +242,12 @@ def pinned_options(implied: Implications, pins: Sequence[Pin]) -> tuple[UnitOpti
     activations: dict[str, Pin] = {}
     states: dict[str, Pin] = {}
     if any(pin.exact_updates for pin in pins):
-        options = tuple(map(_updated_exactly, options))
+        # The host's optimizer has nothing to update.
+        exact = ([o for o in unit.states if not o.decision.on_host] for unit in options)
+        options = tuple(
+            replace(unit, states=tuple(left)) if unit.unit.gradient_bytes else unit
+            for unit, left in zip(options, exact, strict=True)
+        )
     for pin in pins:
         for name in _matches(pin, names):
             if pin.activations is not None:
@@ -282,13 +269,6 @@ def pinned_options(implied: Implications, pins: Sequence[Pin]) -> tuple[UnitOpti
             unit = replace(unit, states=left)
         pinned.append(unit)
     return tuple(pinned)
-
-
-def _updated_exactly(unit: UnitOptions) -> UnitOptions:
-    """The options in which the host's optimizer has nothing of the unit to update."""
-    if not unit.unit.gradient_bytes:
-        return unit
-    return replace(unit, states=tuple(o for o in unit.states if not o.decision.on_host))
 
 
 def _cannot(

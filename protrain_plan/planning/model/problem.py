@@ -6,14 +6,7 @@ from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple, get_args
 
-from protrain_plan.planning.model.options import (
-    Decision,
-    Pin,
-    UnitOptions,
-    in_one_tier,
-    pinned_options,
-    speculating_on,
-)
+from protrain_plan.planning.model.options import Decision, Pin, UnitOptions, pinned_options
 from protrain_plan.simulation.group import (
     collective_seconds_per_byte,
     not_joined,
@@ -74,22 +67,6 @@ Choice = tuple[Decision, ...]
 
 _bind = lru_cache(maxsize=8)(bind)
 """Plans that are looked at are often counted, simulated and simulated again."""
-
-
-def default_piece_bytes(profile: Profile) -> int:
-    """The piece in which optimizer states move, unless the user says otherwise.
-
-    On a CPU machine the staging buffers stand on the device: the smallest that is worth it. With a
-    device beside it, the largest chunk's states make up to `MAX_PIECES_ON_DISK` pieces. A step has
-    no more of them than a search can look at.
-    """
-    beside = is_accelerator(profile.hardware.device.kind)
-    largest = max(unit.state_bytes for unit in profile.units) if beside else 0
-    sizes = [max(unit.state_bytes, unit.gradient_bytes) for unit in profile.units]
-    piece, many = MIN_PIECE_BYTES, MANY_PIECES[beside]
-    while piece * MAX_PIECES_ON_DISK < largest or sum(-(-size // piece) for size in sizes) > many:
-        piece *= 2
-    return piece
 
 
 def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
@@ -164,17 +141,6 @@ class Network(NamedTuple):
     scattered: float = 0.0
     summed: float = 0.0
 
-    @staticmethod
-    def of(hardware: Hardware, settings: StepSettings) -> "Network":
-        """The network of a group's devices, without the latency of single collectives."""
-        if settings.group.num_devices == 1:
-            return Network()
-        return Network(
-            gathered=collective_seconds_per_byte("all-gather", hardware, settings),
-            scattered=collective_seconds_per_byte("reduce-scatter", hardware, settings),
-            summed=collective_seconds_per_byte("all-reduce", hardware, settings),
-        )
-
 
 Work = dict[Way | Lane | str, float]
 """Seconds by the way of lanes, `COMPUTE`, `LAUNCHES`, or the lane of states."""
@@ -195,7 +161,13 @@ class LaneSeconds:
         # Of several devices, only the last micro-batch moves gradients, but for sums of shards.
         self.spills = self.times if settings.group.num_devices == 1 else 1.0
         self.scatters = self.times if settings.adds_shards else 1.0
-        self.network = Network.of(hardware, settings)
+        self.network = Network()
+        if settings.group.num_devices > 1:  # without the latency of single collectives
+            self.network = Network(
+                gathered=collective_seconds_per_byte("all-gather", hardware, settings),
+                scattered=collective_seconds_per_byte("reduce-scatter", hardware, settings),
+                summed=collective_seconds_per_byte("all-reduce", hardware, settings),
+            )
         self.per_byte: dict[Way, float] = {}
         self.lanes: list[Way | Lane | str] = [COMPUTE, LAUNCHES, UPDATES, NETWORK]
         for tier in hardware.tiers:
@@ -263,9 +235,7 @@ _Asked = TypeVarTuple("_Asked")
 _Found = TypeVar("_Found")
 
 
-def _once(
-    method: Callable[["Problem", *_Asked], _Found],
-) -> Callable[["Problem", *_Asked], _Found]:
+def _once(method: Callable[["Problem", *_Asked], _Found]) -> Callable[["Problem", *_Asked], _Found]:
     """Cache what a problem says of a choice, which searches ask again and again."""
 
     @wraps(method)
@@ -324,17 +294,25 @@ class Problem:
                 fix="give the embedding dense gradients (sparse=False)",
             )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
-        machine = through_cache(profile.hardware, page_cache_bytes)
-        profile = replace(profile, hardware=machine)
+        profile = replace(profile, hardware=through_cache(profile.hardware, page_cache_bytes))
         # What goes through the page cache is no more than that may take.
         on_disk = min(budgets.disk, page_cache_bytes) if page_cache_bytes else budgets.disk
         limits: dict[TierName, int] = {"host": budgets.host, "disk": on_disk}
+        # Pieces in which optimizer states move. On a CPU machine the staging buffers stand on the
+        # device: the smallest that is worth it. With a device beside it, the largest chunk's states
+        # make up to `MAX_PIECES_ON_DISK`. A step has no more than a search can look at.
+        beside = is_accelerator(profile.hardware.device.kind)
+        largest = max(unit.state_bytes for unit in profile.units) if beside else 0
+        sizes = [max(unit.state_bytes, unit.gradient_bytes) for unit in profile.units]
+        piece, many = MIN_PIECE_BYTES, MANY_PIECES[beside]
+        while piece * MAX_PIECES_ON_DISK < largest or sum(-(-s // piece) for s in sizes) > many:
+            piece *= 2
         return Problem(
             profile=profile,
             made_from=made_from,
             settings=replace(
                 settings,
-                piece_bytes=settings.piece_bytes or default_piece_bytes(profile),
+                piece_bytes=settings.piece_bytes or piece,
                 overlap_steps=settings.overlap_steps and settings.is_single,
             ),
             pins=tuple(pins),
@@ -424,25 +402,26 @@ class Problem:
 
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
-        found = tuple(speculating_on(self.ahead_on, options) for options in self._all_options)
-        found = found if self.in_parts else tuple(map(in_one_tier, found))
+        found = tuple(
+            unit.placed(lambda one: not one.decision.speculate or one.tier in self.ahead_on)
+            for unit in self._all_options
+        )
+        if not self.in_parts:
+            found = tuple(unit.placed(lambda one: not one.decision.on_disk) for unit in found)
         if not self.left:
             return found
-        return tuple(one.only(*left) for one, left in zip(found, self.left, strict=True))
-
-    def with_options(self, left: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Problem":
-        """Return the problem with these of its options, by their numbers, per unit."""
-        assert not self.left, "numbers are those of all options"
-        return self.changed(left=tuple(left))
+        return tuple(
+            UnitOptions(
+                unit.unit,
+                tuple(unit.activations[number] for number in activations),
+                tuple(unit.states[number] for number in states),
+            )
+            for unit, (activations, states) in zip(found, self.left, strict=True)
+        )
 
     def speculating(self, *tiers: StateTier) -> "Problem":
         """Return the problem with speculative updates on these tiers alone, and pinned ones."""
         return self.changed(ahead_on=tiers)
-
-    def in_one_tier(self) -> "Problem | None":
-        """Return the problem without chunks in two tiers; None where no chunk may lie so."""
-        found = self.changed(in_parts=False)
-        return found if found.options != self.options else None
 
     def program(
         self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False
@@ -591,10 +570,6 @@ class Problem:
             total += of_activations[a] + of_states[s]
         return total + tier_staging_bytes(tier, *self._kinds(choice), self.implied)
 
-    def within_tiers(self, choice: Choice) -> bool:
-        """Whether a choice meets the budgets of the tiers below the device."""
-        return all(self.tier_use(tier, choice) <= limit for tier, limit in self.tiers.items())
-
     def beyond(self, choice: Choice) -> dict[StateTier, int]:
         """Bytes by which a choice exceeds each budget that it does not meet."""
         found: dict[StateTier, int] = {"device": max(self.static_bytes(choice)) - self.device}
@@ -603,7 +578,9 @@ class Problem:
 
     def fits(self, choice: Choice) -> bool:
         """Whether a choice meets all budgets."""
-        return max(self.static_bytes(choice)) <= self.device and self.within_tiers(choice)
+        return max(self.static_bytes(choice)) <= self.device and all(
+            self.tier_use(tier, choice) <= limit for tier, limit in self.tiers.items()
+        )
 
     @_once
     def static_bytes(self, choice: Choice) -> list[int]:

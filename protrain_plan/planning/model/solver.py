@@ -38,9 +38,7 @@ class Solution:
     values: Mapping[str, float]
 
 
-def solver_name() -> str:
-    """The solver in use, with its version."""
-    return f"HiGHS {highspy.Highs().version()}"
+SOLVER = f"HiGHS {highspy.Highs().version()}"
 
 
 class LinearProgram:
@@ -55,21 +53,18 @@ class LinearProgram:
         self, model: pulp.LpProblem, *, interior: bool = False, stopped: Stopped | None = None
     ) -> None:
         self._variables: Sequence[pulp.LpVariable] = model.variables()
-        _Highs(mip=False, msg=False, threads=1, random_seed=0).hand_over(model)
+        # PuLP states the model to the solver, and goes no further.
+        stating = pulp.HiGHS(mip=False, msg=False, threads=1, random_seed=0)
+        stating.createAndConfigureSolver(model)
+        stating.buildSolverModel(model)
         self._highs: Any = model.solverModel
         del model.solverModel  # not to be copied or kept with the model
         self._integers = [v.index for v in self._variables if v.cat == pulp.LpInteger]
         self._hard, self._interior, self._integral = interior, interior, False
         if stopped is not None:
-            self._watch(stopped)
-
-    def _watch(self, stopped: Stopped) -> None:
-        def ask(event: Any) -> None:
-            if stopped():
-                event.interrupt()
-
-        for word in ("Simplex", "Ipm", "Mip"):
-            getattr(self._highs, f"cb{word}Interrupt").subscribe(ask)
+            for word in ("Simplex", "Ipm", "Mip"):
+                asks = getattr(self._highs, f"cb{word}Interrupt")
+                asks.subscribe(lambda event: event.interrupt() if stopped() else None)
 
     def bound(self, variable: pulp.LpVariable, low: float, high: float) -> None:
         """Change a variable's limits."""
@@ -86,8 +81,7 @@ class LinearProgram:
     def add_row(self, terms: Sequence[tuple[pulp.LpVariable, float]], *, at_least: float) -> None:
         """Add `sum of terms >= at_least`; no variable twice."""
         indices = [variable.index for variable, _ in terms]
-        factors = [factor for _, factor in terms]
-        self._highs.addRow(at_least, inf, len(terms), indices, factors)
+        self._highs.addRow(at_least, inf, len(terms), indices, [factor for _, factor in terms])
 
     def add_excess(self, rows: Sequence[pulp.LpConstraint], cost: float) -> None:
         """Allow these `<=` rows one excess at this cost: `allow_excess`."""
@@ -183,15 +177,6 @@ def solve(
     stopped: Stopped | None = None,
 ) -> Solution:
     """Minimise `model` once; arguments as of `LinearProgram.solve`."""
-    program = LinearProgram(model, interior=not integer, stopped=stopped)
-    return program.solve(
+    return LinearProgram(model, interior=not integer, stopped=stopped).solve(
         integer=integer, time_limit_s=time_limit_s, max_nodes=max_nodes, gap=gap, target=target
     )
-
-
-class _Highs(pulp.HiGHS):
-    """PuLP's HiGHS, which states a model to the solver and goes no further."""
-
-    def hand_over(self, lp: pulp.LpProblem) -> None:
-        self.createAndConfigureSolver(lp)
-        self.buildSolverModel(lp)

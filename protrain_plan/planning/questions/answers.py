@@ -195,11 +195,6 @@ class Answer:
         return self.solved.plan.whole if self.solved else self.question.group
 
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches of an update."""
-        return self.question.settings.micro_batches
-
-    @property
     def verdict(self) -> Feasibility:
         """`fits`: as plain PyTorch, with nothing planned (a plan may be faster all the same)."""
         if self.solved is None:
@@ -229,17 +224,12 @@ class Answer:
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens of a step per second of the predicted one."""
-        return self.tokens_per_step / self.step_seconds if self.step_seconds else None
+        return self.question.tokens / self.step_seconds if self.step_seconds else None
 
     @property
     def step_seconds(self) -> float | None:
         """Predicted seconds of the plan's step."""
         return self.solved.plan.prediction.step_seconds if self.solved else None
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of all devices' micro-batches."""
-        return self.question.tokens
 
     def is_for_less(self, other: Question) -> bool | None:
         """Whether another question has all that this one has, and maybe more memory.

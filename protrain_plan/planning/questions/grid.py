@@ -138,8 +138,7 @@ def fits(questions: Sequence[Question], *, compare: bool = False, gap: float = G
     for question in questions:
         less = [one for one in found if one.is_for_less(question)]
         known = max(less or found[-1:], key=lambda one: one.tokens_per_s or 0.0, default=None)
-        effort = Effort(gap_target=gap)
-        found.append(fit(question, effort=effort, compare=compare, known=known))
+        found.append(fit(question, effort=Effort(gap_target=gap), compare=compare, known=known))
     return found
 
 
@@ -223,12 +222,10 @@ def search(
     behind, and `done` after that.
     """
     firsts = {id(one): one.first_bound for one in cells}
-
-    def order(one: Cell) -> tuple[float, float]:
-        price, bound = one.price_per_hour, -firsts[id(one)]
-        return (price, bound) if speed else (bound, price)
-
-    ordered, looked_at = sorted(cells, key=order), list[Tried]()
+    by_price = {id(one): (one.price_per_hour, -firsts[id(one)]) for one in cells}
+    ranks = by_price if speed else {key: rank[::-1] for key, rank in by_price.items()}
+    ordered = sorted(cells, key=lambda one: ranks[id(one)])
+    looked_at: list[Tried] = []
     best: Tried | None = None
     for number, cell in enumerate(ordered):
         needed = speed or (best.tokens_per_s if best else 0.0)
@@ -248,16 +245,12 @@ def search(
         looked_at.append(found)
         done(found)
         if reaches:
-            unseen = tuple(ordered[number + 1 :])
-            return Found(best=found, looked_at=tuple(looked_at), unseen=unseen)
+            return Found(
+                best=found, looked_at=tuple(looked_at), unseen=tuple(ordered[number + 1 :])
+            )
         if not speed and found.tokens_per_s > needed:
             best = found
     return Found(best=best, looked_at=tuple(looked_at))
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors, the least first."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | None:

@@ -164,15 +164,12 @@ def largest(
         positions = [config.get(key) for key in ("max_target_positions", "max_position_embeddings")]
         most = min([most, *(one for one in positions if isinstance(one, int))])
 
-    def fits(number: int) -> bool:
-        problem = problem_of(in_proportion(profile, quantity, number * step))
-        return least_bytes(problem) <= problem.device and has_plan(problem)
-
     # `fitting` fits, `beyond` does not: ever larger strides, then halves of what is in between.
     fitting, beyond, stride = 0, most // step + 1, 1
     while beyond - fitting > 1:
         number = min(fitting + stride, (fitting + beyond) // 2)
-        if fits(number):
+        problem = problem_of(in_proportion(profile, quantity, number * step))
+        if least_bytes(problem) <= problem.device and has_plan(problem):
             fitting, stride = number, 2 * stride
         else:
             beyond = number

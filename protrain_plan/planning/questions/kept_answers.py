@@ -31,8 +31,7 @@ class AnswerCache(Kept):
     def keep(self, found: Answer, *asked: object) -> None:
         """Keep an answer."""
         known = found.solved and replace(found.solved, kept=True)
-        text = dumped(found, question=None, solved=known)
-        self._write(_named(found.question, asked), text)
+        self._write(_named(found.question, asked), dumped(found, question=None, solved=known))
 
     def number(self, *asked: object) -> int | None:
         """Return the number that was found before."""

@@ -15,8 +15,7 @@ from math import inf
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.problem import SAFE, Choice, Problem
-from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.alternatives import alternatives, bucket_bytes
 from protrain_plan.planning.questions.answers import Answer, LeastMemory, Objective, Point, Question
@@ -29,6 +28,7 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.forms import ROUNDING
 from protrain_runtime.contract.records.plan import Budgets
+from protrain_runtime.contract.units import format_bytes
 
 FIRST_STEP = 0.002
 """By how much of the budget the search for the least memory goes up at first."""
@@ -60,8 +60,7 @@ def ask(
     answer = Answer(question=question)
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
-        slowdown = objective.max_slowdown
-        least = least_memory(problems, budgets, max_slowdown=slowdown, effort=ours)
+        least = least_memory(problems, budgets, max_slowdown=objective.max_slowdown, effort=ours)
         if isinstance(least, Infeasible):
             outcome = least
         else:
@@ -99,8 +98,7 @@ def ask(
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
         unpinned = replace(question, pins=()).problems()
-        known = [outcome.plan.units]
-        free = solve_sparing(unpinned, budgets, effort=ours, hints=known)
+        free = solve_sparing(unpinned, budgets, effort=ours, hints=[outcome.plan.units])
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem = problem_of(outcome, problems)
@@ -125,7 +123,7 @@ def least_memory(
     besides = fewest.profile.hardware.device.besides_bytes
     least = 0
     if not effort.spent():
-        least = int(min(_least_bytes(problem, limit_s, effort) for problem in problems))
+        least = int(min(Fluid(one).least_bytes(limit_s, effort.spent) for one in problems))
     best, best_bytes = fastest, _needed(fastest)
     hints = [fastest.plan.units]
     inner = replace(effort, enough_s=limit_s)
@@ -165,17 +163,6 @@ def least_memory(
 
 def _needed(solved: Solved) -> int:
     return solved.plan.prediction.peak_bytes.device
-
-
-def _least_bytes(problem: Problem, limit_s: float, effort: Effort) -> float:
-    """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less.
-
-    Infinity where no plan is that fast.
-    """
-    fluid = Fluid(problem)
-    fluid.minimise_memory(limit_s)
-    answer = solve(fluid.pulp, integer=False, stopped=effort.spent)
-    return max(0.0, answer.bound * fluid.byte_unit * (1 - SAFE))
 
 
 def pareto(
@@ -266,7 +253,9 @@ def fit(
             plan = replace(before.plan, budgets=question.budgets)
             found = proven(replace(before, plan=plan), least, effort)
     if isinstance(found, Infeasible):
-        solved, problem, binds = None, problems[0], found.in_a_line
+        lacks = format_bytes(found.shortfall_bytes)
+        solved, problem = None, problems[0]
+        binds = f"needs {lacks} more {found.tier} memory, in {found.slot}"
     else:
         solved, problem = found, problem_of(found, problems)
         binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))

@@ -28,13 +28,13 @@ from functools import cached_property
 from itertools import islice
 from math import inf, isfinite
 
-from protrain_plan.garbage import collected_seldom
+from protrain_plan.garbage import SELDOM, collected
 from protrain_plan.planning.explain.advice import infeasible
 from protrain_plan.planning.model.counting import Caution, Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.fitting import within_reach
 from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
-from protrain_plan.planning.model.solver import solver_name
+from protrain_plan.planning.model.solver import SOLVER
 from protrain_plan.planning.outcome import Infeasible, Replicas, SearchStage, Solved, Status
 from protrain_plan.planning.search.baselines import Baseline, baseline, leanest_variant, staying
 from protrain_plan.planning.search.choices import Leanest, min_memory, plain_choices
@@ -43,9 +43,9 @@ from protrain_plan.planning.search.evaluation import PACES, Evaluation, Evaluato
 from protrain_plan.planning.search.improving import (
     TOLERANCE,
     Effort,
-    apart,
     exact_where_free,
     in_runs,
+    never,
     simplified,
 )
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
@@ -157,13 +157,9 @@ def plan(
     return solve_problem(problem, budgets, effort=effort, hints=hints)
 
 
-@collected_seldom()
+@collected(SELDOM)
 def solve_problem(
-    problem: Problem,
-    budgets: Budgets,
-    *,
-    effort: Effort | None = None,
-    hints: Sequence[Hint] = (),
+    problem: Problem, budgets: Budgets, *, effort: Effort | None = None, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """The fastest plan found for a problem with these budgets, or why there is none.
 
@@ -172,8 +168,10 @@ def solve_problem(
     effort = effort or Effort()
     found = _solved_exactly(problem, budgets, effort, hints)
     is_small = problem.count <= SMALL and effort.solver == "milp" and not effort.spent()
-    fewer = problem.in_one_tier() if is_small else None
-    if fewer is None or not isinstance(found, Solved) or found.status == "optimal":
+    if not is_small or not isinstance(found, Solved) or found.status == "optimal":
+        return found
+    fewer = problem.changed(in_parts=False)
+    if fewer.options == problem.options:  # no chunk may lie in two tiers
         return found
     # Of few units, a search among fewer options may end with a faster plan.
     other = _solved_exactly(fewer, budgets, effort, hints)
@@ -273,12 +271,18 @@ class _Planning:
                 self._keep(found)
         if isfinite(self.effort.below_s) or self.effort.enough_s is not None:
             self._find_bound()
-            if self._in_vain() or (fits and self._is_like_the_known()):
+            # The decisions of another number of replicas may be no faster with this one.
+            is_another = self.effort.is_another and fits
+            if self.effort.is_vain(self.bound) or (
+                is_another and self.best.seconds >= self.effort.below_s * (1 - GAIN)
+            ):
                 return self.best
         self._try_plain()
         compared = False
         for stage in (self._descend, self._prove, self._improve, self._reorder):
-            if self._staying_will_do(self.bound) or self._good_enough() or self._in_vain():
+            if self._staying_will_do(self.bound) or self._good_enough():
+                break
+            if self.effort.is_vain(self.bound):
                 break
             is_slower = self.best.seconds >= self.effort.below_s * (1 + TOLERANCE)
             if self.effort.spent() or (is_slower and stage != self._descend):
@@ -297,7 +301,9 @@ class _Planning:
         stopped = self.effort.spent
         if self.problem.settings.overlap_steps:
             alone = Evaluator(self.problem.overlapping(False), stopped)
-            found = apart(alone, best, slowest_s=slowest)
+            # A step that has ended when it says so can be looked at, and tells of its own faults.
+            found = alone.best_schedule(best.choice, pace=best.pace._replace(late=0.0))
+            found = found if found and found.seconds <= slowest else None
             if compared and not stays:
                 plain = baseline("four-parameter", alone.problem, alone)
                 found = plain if plain and plain.seconds < (found or best).seconds else found
@@ -361,7 +367,7 @@ class _Planning:
             gap=made.gap,
             stall_seconds=best.stall_s,
             solve_seconds=seconds,
-            solver=solver_name() if self.effort.solver == "milp" else self.effort.solver,
+            solver=SOLVER if self.effort.solver == "milp" else self.effort.solver,
             search=tuple(self.stages),
         )
 
@@ -369,7 +375,10 @@ class _Planning:
     def counting(self) -> Counting:
         """The fluid model and its numbers, by windows of slots."""
         window = -(-self.problem.count // WINDOWS)
-        return Counting(self.problem, window=window, stopped=self.effort.watched())
+        # The solver asks ten thousand times: not at all where nothing ends a search.
+        is_endless = self.effort.stopped is never and self.effort.time_limit_s is None
+        stopped = None if is_endless else self.effort.spent
+        return Counting(self.problem, window=window, stopped=stopped)
 
     @cached_property
     def prices(self) -> Prices:
@@ -396,14 +405,6 @@ class _Planning:
     def _is_above(self, gap: float) -> bool:
         """Whether the best plan's gap is larger."""
         return self.best.seconds > self.bound * (1 + gap)
-
-    def _in_vain(self) -> bool:
-        """No plan is as fast as it has to be, up to the gap asked for."""
-        return self.effort.is_vain(self.bound)
-
-    def _is_like_the_known(self) -> bool:
-        """Whether the decisions of another number of replicas are no faster with this one."""
-        return self.effort.is_another and self.best.seconds >= self.effort.below_s * (1 - GAIN)
 
     def _tell(self, stage: str) -> None:
         self.effort.progress(stage, self.best.seconds, self.bound or None)
@@ -450,20 +451,20 @@ class _Planning:
         if plainest and plainest.seconds <= self.bound * (1 + self.effort.gap_target):
             self.best = plainest  # though others may be a little faster
 
-    def _starts(self) -> list[Layout]:
-        """Layouts near the relaxation's amounts, and plain ones; made to meet the budgets."""
+    def _descend(self) -> None:
+        """Steps downhill from the layouts that look fastest.
+
+        They are near the relaxation's amounts, or plain ones; all are made to meet the budgets.
+        """
         found: dict[Layout, None] = {}
         for caution in CAUTIONS:
             if not self.effort.spent() and (amounts := self.counting.amounts(caution)):
                 found |= dict.fromkeys(layouts_near(self.problem, amounts))
         for choice in (self.lean, self.best.choice, *self.plain):
             found[layout_of(self.problem, choice)] = None
-        repaired = (self.descent.repaired(layout) for layout in found)
-        return list(dict.fromkeys(filter(None, repaired)))
-
-    def _descend(self) -> None:
-        """Steps downhill from the layouts that look fastest."""
-        walked = {one: self.descent.walked(choice_of(self.problem, one)) for one in self._starts()}
+        repaired = [self.descent.repaired(layout) for layout in found]
+        starts = dict.fromkeys(filter(None, repaired))
+        walked = {one: self.descent.walked(choice_of(self.problem, one)) for one in starts}
         most = self.walks // (2 * DESCENTS)
         self._go_down(sorted(walked, key=lambda one: walked[one])[:DESCENTS], most)
         self._polish("steps downhill")

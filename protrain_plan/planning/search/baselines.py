@@ -59,8 +59,7 @@ def baseline(name: Baseline, problem: Problem, evaluator: Evaluator) -> Evaluati
     tiers = list(problem.tiers)
     if name == "four-parameter":
         for home in homes(problem.implied) if tiers else ():
-            search = _FourParameterSearch(problem, evaluator, home, tiers[0])
-            if best := search.best():
+            if best := _FourParameterSearch(problem, evaluator, home, tiers[0]).best():
                 return evaluator.best_schedule(best.choice, pace=best.pace)
         return None
     if name == "offload-all" and not tiers:

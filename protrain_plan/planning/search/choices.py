@@ -138,8 +138,7 @@ def has_plan(problem: Problem, *, stopped: Stopped | None = None) -> bool:
     if plain and plain.bytes <= problem.device:
         return True
     if any(len(units) >= COUNTED for units in problem.classes):
-        most = problem.device
-        tried = _try(problem, "device", 1.0, {}, counted=True, most=most, stopped=stopped)
+        tried = _try(problem, "device", 1.0, {}, counted=True, most=problem.device, stopped=stopped)
         if tried.proves_none:
             return False
         if tried.lean and tried.lean.bytes <= problem.device:

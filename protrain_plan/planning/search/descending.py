@@ -6,12 +6,12 @@ lack it.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
 
-from protrain_plan.planning.model.counting import Layout, Prices, Row
+from protrain_plan.planning.model.counting import Layout, Prices
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_plan.planning.search.layouts import (
@@ -95,8 +95,10 @@ class Descent:
                 least, found = inf, None
                 for one in exchanges(layout, open_to) if need.beyond > 0 else ():
                     freed = -self._more(one, layout, need)
-                    if freed <= 0 or (kept and one.undoes(kept)):
+                    if freed <= 0:
                         continue
+                    if kept and (one.group, one.kind, one.option) == (*kept[:2], kept.into):
+                        continue  # units that it takes would leave their new option again
                     count = min(one.number, ceil(need.beyond / freed))
                     above = ((n.beyond, self._more(one, layout, n)) for n in needs[:exceeded])
                     if any(more > 0 and beyond + more * count > 0 for beyond, more in above):
@@ -128,11 +130,8 @@ class Descent:
         # On a tier it is the same for all units, on the device it depends on their places.
         row = None if need.tier else layout[one.group][one.kind]
         known = (one.group, one.kind, one.option, one.into, need.tier, need.slot, row)
-        if known not in self._differences:
-            self._differences[known] = self._difference(one, row, need)
-        return self._differences[known]
-
-    def _difference(self, one: Exchange, row: Row | None, need: "_Need") -> float:
+        if known in self._differences:
+            return self._differences[known]
         units = self.problem.classes[one.group]
 
         def options(place: int) -> Sequence[ActivationOption | StateOption]:
@@ -142,12 +141,14 @@ class Descent:
         if row is None:
             assert need.tier, "the device's bytes depend on places"
             before, after = (options(0)[n].tier_bytes for n in (one.option, one.into))
-            return after.get(need.tier, 0) - before.get(need.tier, 0)
+            self._differences[known] = after.get(need.tier, 0) - before.get(need.tier, 0)
+            return self._differences[known]
         has = [place for place, option in enumerate(decided(row)) if option == one.option]
         more = 0
         for place in (has[0], has[len(has) // 2], has[-1]):
             more += standing_bytes(options(place)[one.into], need.slot)
             more -= standing_bytes(options(place)[one.option], need.slot)
+        self._differences[known] = more / 3
         return more / 3
 
     # Orders
@@ -179,42 +180,31 @@ class Descent:
                 or (best is not None and best.seconds <= enough_s)
             )
 
-        def faster(other: Layout) -> Evaluation | None:
-            """The other layout's plan, if the walk and the simulator find it faster."""
-            choice = choice_of(self.problem, other)
-            limit = best.seconds * (1 - LESS) if best else inf
-            if self.walked(choice, value) >= value * (1 - LESS):
-                return None
-            found = self.evaluator.evaluate(choice, paces=(self.pace,), faster_than_s=limit)
-            return found if found and found.seconds < limit else None
-
         while not spent():
             gap = max(best.seconds - self.prices.bound, 0.0) if best else inf
             open_to = self.prices.open_to(gap * PRICED)
             near = [(self.prices.of(one[0]), *one) for one in steps(layout, open_to)]
             self.order.shuffle(near)
             near.sort(key=lambda one: one[0])  # what the relaxation finds cheap first
-            for other in self._neighbours(near, gap * PRICED):
+            for price, other, exchange in near:
+                if price > gap * PRICED:
+                    continue
+                choice = choice_of(self.problem, other)
+                if not self.problem.fits(choice):  # make room for it
+                    self.num_walks += REPAIR
+                    if (repaired := self.repaired(other, exchange)) is None:
+                        continue
+                    other, choice = repaired, choice_of(self.problem, repaired)
                 if spent():
                     break
-                if found := faster(other):
+                limit = best.seconds * (1 - LESS) if best else inf
+                if self.walked(choice, value) >= value * (1 - LESS):
+                    continue
+                found = self.evaluator.evaluate(choice, paces=(self.pace,), faster_than_s=limit)
+                if found and found.seconds < limit:
                     layout, best = other, found
                     value = self.walked(choice_of(self.problem, layout))
                     break
             else:
                 break
         return best
-
-    def _neighbours(
-        self, near: Sequence[tuple[float, Layout, Exchange]], most_s: float
-    ) -> Iterator[Layout]:
-        """Layouts one step away of up to a price, with room made for it where it lacks."""
-        for price, layout, exchange in near:
-            if price > most_s:
-                break
-            if self.problem.fits(choice_of(self.problem, layout)):
-                yield layout
-            else:
-                self.num_walks += REPAIR
-                if repaired := self.repaired(layout, exchange):
-                    yield repaired

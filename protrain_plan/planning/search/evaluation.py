@@ -102,9 +102,8 @@ def step_seconds(
 ) -> tuple[float, float]:
     """A step's simulated seconds and those of its stalls, over all its micro-batches.
 
-    Lanes run `lanes_at` this fraction of their speed.
-
-    Where updates are speculative, the mean of steps that are clipped, and others that are not.
+    Lanes run `lanes_at` this fraction of their speed. Where updates are speculative, the mean of
+    steps that are clipped, and others that are not.
     Infinity, where one that is not already takes `within_s`.
     """
     more = more_stall = 0.0

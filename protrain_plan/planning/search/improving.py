@@ -97,11 +97,6 @@ class Effort:
         """Whether the search has to end now."""
         return self.stopped() or self.left_s() <= 0
 
-    def watched(self) -> Stopped | None:
-        """`spent`, which the solver asks ten thousand times; None where nothing ends a search."""
-        is_endless = self.stopped is never and self.time_limit_s is None
-        return None if is_endless else self.spent
-
     def late(self) -> Callable[[], bool]:
         """Asked often: whether the search should have ended some time ago.
 
@@ -187,15 +182,6 @@ def exact_where_free(
         found = (taking(units, one) for one in exact if not FORMS[one.form].leave)
         best = next(filter(None, found), best)
     return best
-
-
-def apart(alone: Evaluator, best: Evaluation, *, slowest_s: float) -> Evaluation | None:
-    """`best` with steps that do not overlap, as `alone` has them, if those take up to `slowest_s`.
-
-    Steps that do not overlap are easier to debug.
-    """
-    found = alone.best_schedule(best.choice, pace=best.pace._replace(late=0.0))
-    return found if found and found.seconds <= slowest_s else None
 
 
 def simplified(

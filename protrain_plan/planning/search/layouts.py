@@ -6,8 +6,8 @@ finds is short enough to be read.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise, permutations, product
 from typing import NamedTuple
 
@@ -50,43 +50,32 @@ def choice_of(problem: Problem, layout: Layout) -> Choice:
 
 def layout_of(problem: Problem, choice: Choice) -> Layout:
     """The layout with a choice's numbers; spread, where an option stands in several runs."""
-
-    def row(group: int, kind: int) -> Row:
-        taken = [choice[unit][kind] for unit in problem.classes[group]]
+    rows: list[Row] = []
+    for units, kind in product(problem.classes, (0, 1)):
+        taken = [choice[unit][kind] for unit in units]
         counts = Counter(taken)
         breaks = sum(one != other for one, other in pairwise(taken))
-        return Row(tuple(counts.items()), spread=breaks >= len(counts) + 1)
-
-    return _of_rows(problem, row)
+        rows.append(Row(tuple(counts.items()), spread=breaks >= len(counts) + 1))
+    return tuple(zip(rows[::2], rows[1::2], strict=True))
 
 
 def layouts_near(problem: Problem, amounts: Amounts) -> Iterator[Layout]:
     """Layouts with about these amounts, in runs or spread, in the order of their places."""
-
-    def row(group: int, kind: int, spread: tuple[bool, bool]) -> Row:
-        place, count = 2 * group + kind, len(problem.classes[group])
-        runs = _whole(amounts.sums[place], amounts.places[place], count)
-        return Row(runs, spread[kind] and len(runs) > 1)
-
+    every: list[tuple[tuple[int, int], ...]] = []
+    counts = [len(units) for units in problem.classes for _ in (0, 1)]
+    for sums, places, count in zip(amounts.sums, amounts.places, counts, strict=True):
+        # Whole numbers near the sums, `count` together: the largest rests are rounded up.
+        numbers = {option: int(amount + 1e-6) for option, amount in sums.items()}
+        rests = sorted(sums, key=lambda option: (numbers[option] - sums[option], option))
+        for option in rests[: count - sum(numbers.values())]:
+            numbers[option] += 1
+        taken = [option for option, number in numbers.items() if number]
+        taken.sort(key=lambda option: (round(places[option], 6), option))
+        every.append(tuple((option, numbers[option]) for option in taken))
     for spread in ((False, True), (False, False), (True, True), (True, False)):
-        yield _of_rows(problem, partial(row, spread=spread))
-
-
-def _of_rows(problem: Problem, row: Callable[[int, int], Row]) -> Layout:
-    return tuple((row(group, 0), row(group, 1)) for group in range(len(problem.classes)))
-
-
-def _whole(
-    amounts: Mapping[int, float], places: Mapping[int, float], count: int
-) -> tuple[tuple[int, int], ...]:
-    """Whole numbers near the amounts, `count` together: the largest rests are rounded up."""
-    numbers = {option: int(amount + 1e-6) for option, amount in amounts.items()}
-    rests = sorted(amounts, key=lambda option: (numbers[option] - amounts[option], option))
-    for option in rests[: count - sum(numbers.values())]:
-        numbers[option] += 1
-    taken = [option for option, number in numbers.items() if number]
-    taken.sort(key=lambda option: (round(places[option], 6), option))
-    return tuple((option, numbers[option]) for option in taken)
+        spreads = zip(every, spread * len(problem.classes), strict=True)
+        rows = [Row(runs, is_spread and len(runs) > 1) for runs, is_spread in spreads]
+        yield tuple(zip(rows[::2], rows[1::2], strict=True))
 
 
 class Exchange(NamedTuple):
@@ -97,11 +86,6 @@ class Exchange(NamedTuple):
     option: int
     into: int
     number: int
-
-    def undoes(self, other: "Exchange") -> bool:
-        """Whether units that the other one takes leave their new option again."""
-        place = (self.group, self.kind, self.option)
-        return place == (other.group, other.kind, other.into)
 
     def times(self, layout: Layout, count: int) -> Layout:
         """The layout with so many units moved."""

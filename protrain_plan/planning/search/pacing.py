@@ -199,22 +199,18 @@ class Pacer:
                 _Departure(slot, unit, False, held, kept, tuple(clocks), in_place, added)
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
-        update = self._update(unit, option)
-        return _Option(compute, tuple(arrivals), tuple(departures), update)
-
-    def _update(self, unit: int, option: StateOption) -> _Update | None:
-        if not option.num_updates:
-            return None
-        on_device = option.decision.update_on_device
-        read = write = (-1, 0.0)
+        if not (num_updates := option.num_updates):
+            return _Option(compute, tuple(arrivals), tuple(departures), None)
+        decision, read, write = option.decision, (-1, 0.0), (-1, 0.0)
         lane = Lane("update", option.tier)
         if option.state_lanes:
             reading, lane, writing = option.state_lanes
             read = self.clock(reading, option.read_bytes)
             write = self.clock(writing, option.write_bytes)
-        waits = self.problem.settings.updates == "after backward" and not option.decision.speculate
-        seconds = (self.lanes[lane], option.update_s)
-        return _Update(unit, read, seconds, write, option.num_updates, on_device, waits)
+        waits = self.problem.settings.updates == "after backward" and not decision.speculate
+        seconds, on_device = (self.lanes[lane], option.update_s), decision.update_on_device
+        update = _Update(unit, read, seconds, write, num_updates, on_device, waits)
+        return _Option(compute, tuple(arrivals), tuple(departures), update)
 
     def walk(self, choice: Choice, pace: Pace = PLAIN, within_s: float = inf) -> Paced | None:
         """The schedule of a choice that fits the tiers.
@@ -405,9 +401,10 @@ class _Walk:
                 active.remove(queue)
                 continue
             served, size = arrival.slot, arrival.bytes
-            if out and self.standing + size > room[t]:
-                until = now + self.pace.wait * compute
-                now = self.find_gone(t, self.standing + size - room[t], now, until)
+            # Find gone what makes room, as far as it has left by then.
+            until = now + self.pace.wait * compute
+            while out and self.standing + size > room[t] and out[0].ended <= until:
+                now = self.retire(t, now)
             lead, there = self.ahead(arrival, t)
             if not lead or not self.has_room(t, served, size, now):
                 break
@@ -504,13 +501,6 @@ class _Walk:
         self.drains[left.unit, left.swap] = t - left.slot - 1
         return max(now, ended)
 
-    def find_gone(self, t: int, excess: int, now: float, until: float) -> float:
-        """Find gone so many bytes, as far as they have left by `until`; returns when they have."""
-        out, most = self.out, self.standing - excess
-        while out and self.standing > most and out[0].ended <= until:
-            now = self.retire(t, now)
-        return now
-
     def came_to(self, unit: int, t: int, now: float) -> bool:
         """Whether a unit's swapped activations have left by now; they are found gone then."""
         for place, one in enumerate(self.out):
@@ -597,8 +587,7 @@ class _Walk:
             if drain == end - 1 - unit - ceil(lead) - unit - 1:
                 drain = None
             leads = submitted.get((unit, 0), 0), submitted.get((unit, 1), 0), lead
-            late = unit in self.late
-            found.append(schedule_of((*leads, drain, drains.get((unit, False)), late)))
+            found.append(schedule_of((*leads, drain, drains.get((unit, False)), unit in self.late)))
         return tuple(found)
 
 

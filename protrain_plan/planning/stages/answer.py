@@ -63,13 +63,7 @@ class StagesQuestion:
     @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        profile = next(iter(self.profiles.values()))
-        return self.global_batch * profile.workload.seq_len
-
-    def of_reductions(self) -> "tuple[StagesQuestion, ...]":
-        """The question, and by leave the same with reductions in every micro-batch."""
-        shards = replace(self, settings=replace(self.settings, reductions="in every micro-batch"))
-        return (self, shards) if ROUNDING in self.allow else (self,)
+        return self.global_batch * next(iter(self.profiles.values())).workload.seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +78,6 @@ class StagesAnswer:
     several: Pipelined | None
     bounds: Mapping[int, float]
     num_shapes: int
-    num_planned: int
     cuts: tuple[int, ...]  # units that a stage may begin with
 
     @property
@@ -148,8 +141,7 @@ class Search:
 
     def __init__(self, question: StagesQuestion, shapes: Iterable[Shape], effort: Effort) -> None:
         self.question, self.effort, self.lifted = question, effort, 0
-        profile = next(iter(question.profiles.values()))
-        self.starts = possible_cuts(profile)
+        self.starts = possible_cuts(next(iter(question.profiles.values())))
         self.bounds: dict[Shape, Bounds] = {}
         lanes: dict[object, Lanes] = {}
         self.cuts: dict[Shape, Cuts] = {}
@@ -169,11 +161,9 @@ class Search:
 
     def _cut(self, shape: Shape, below_s: float) -> None:
         bounds = self.bounds[shape]
-        count = bounds.pipeline.count
-        found = best_cuts(bounds.seconds, count, self.starts, shape.stages, below_s)
+        found = best_cuts(bounds.seconds, bounds.pipeline.count, self.starts, shape.stages, below_s)
         self.cuts[shape] = Cuts(max(found.seconds, self.cuts[shape].seconds), found.ends)
-        runs = enumerate(found.runs)
-        levels = [bounds.level(s, first, end) for s, (first, end) in runs]
+        levels = [bounds.level(s, first, end) for s, (first, end) in enumerate(found.runs)]
         self.levels[shape] = min(levels, default=FLUID)
 
     def improve(self, shape: Shape, most: int, below_s: float = inf) -> bool:
@@ -219,9 +209,10 @@ class Search:
 
         # The lanes of all, then the fluid model of the most promising, which is planned at once: a
         # good step closes many others.
-        while (ready := self._next(filter(is_open, shapes), LANES)) is not None:
+        while lower := [one for one in shapes if is_open(one) and self.levels[one] < LANES]:
             if self.effort.spent():
                 return best
+            ready = min(lower, key=lambda one: self.cuts[one].seconds)
             self.improve(ready, LANES, best_s / (1 + GAP))
         for _ in range(MOST_PLANNED):
             shape = min(filter(is_open, shapes), key=self.estimate, default=None)
@@ -238,7 +229,8 @@ class Search:
         # What is left proves how far from the best the step may be.
         self.lifted = 0
         while self.lifted < MOST_LIFTED and not self.effort.spent():
-            shape = self._next(filter(is_open, shapes))
+            left = filter(is_open, shapes)
+            shape = min(left, key=lambda one: self.cuts[one].seconds, default=None)
             if shape is None or self.cuts[shape].seconds > self.bound(stages) * (1 + 1e-9):
                 break  # the least bound is that of a shape that has a plan
             if not self.improve(shape, FLUID, best_s / (1 + GAP)):
@@ -266,12 +258,6 @@ class Search:
         run = simulated(shape, stages, pipeline.hops, pipeline.nodes)
         return max(cuts.seconds, run.step_seconds)
 
-    def _next(self, shapes: Iterable[Shape], level: int | None = None) -> Shape | None:
-        """The shape with the least bound; with a level, of those whose cuts are not there yet."""
-        if level is not None:
-            shapes = (shape for shape in shapes if self.levels[shape] < level)
-        return min(shapes, key=lambda one: self.cuts[one].seconds, default=None)
-
     def plan(self, shape: Shape) -> Pipelined | None:
         """The shape's best cuts with a plan of every stage; None where one of them has none.
 
@@ -288,14 +274,14 @@ class Search:
             for s, (first, end) in enumerate(cuts.runs):
                 known[s, first, end] = inf
                 if found:
-                    seconds = found.stages[s].seconds
-                    taken = shape.micro_batches * seconds.cycle_s
+                    taken = shape.micro_batches * found.stages[s].seconds.cycle_s
                     known[s, first, end] = pipeline.around_seconds(first, s) + taken
-
-            def seconds_of(s: int, first: int, end: int) -> float:
-                return max(bounds.seconds(s, first, end), known.get((s, first, end), 0.0))
-
-            after = best_cuts(seconds_of, pipeline.count, self.starts, shape.stages)
+            after = best_cuts(
+                lambda *run: max(bounds.seconds(*run), known.get(run, 0.0)),
+                pipeline.count,
+                self.starts,
+                shape.stages,
+            )
             if not after.ends or all((s, *run) in known for s, run in enumerate(after.runs)):
                 break
             cuts = after
@@ -332,24 +318,18 @@ def stages_of(question: StagesQuestion) -> tuple[int, ...]:
                     fix="--stages auto tries all possible numbers",
                 )
         return tuple(sorted({1, *question.stages}))
-    profile = next(iter(question.profiles.values()))
-    most = 1 + len(possible_cuts(profile))
+    most = 1 + len(possible_cuts(next(iter(question.profiles.values()))))
     return tuple(p for p in range(1, min(count, most) + 1) if count % p == 0)
-
-
-def chunks_open(profile: Profile, chunks: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of chunks that are open: several, where all units but the outer two are alike.
-
-    The units of a device are then as good as a run of as many.
-    """
-    inner = {(unit.kind, unit.parameter_bytes, unit.state_bytes) for unit in profile.units[1:-1]}
-    return tuple(chunks) if len(inner) == 1 else (1,)
 
 
 def searched(question: StagesQuestion, effort: Effort) -> Search:
     """The search, with all shapes; ProtrainError where there is none."""
     group, profiles = question.settings.group, question.profiles
-    chunks = chunks_open(next(iter(profiles.values())), question.chunks)
+    # Several chunks are open where all units but the outer two are alike: those of a device are
+    # then as good as a run of as many.
+    units = next(iter(profiles.values())).units[1:-1]
+    inner = {(unit.kind, unit.parameter_bytes, unit.state_bytes) for unit in units}
+    chunks = question.chunks if len(inner) == 1 else (1,)
     numbers = stages_of(question)
     found = list(shapes(group, question.global_batch, sorted(profiles), numbers, chunks=chunks))
     if not found:
@@ -368,7 +348,11 @@ def plan_stages(
 ) -> StagesAnswer:
     """The fastest step of `global_batch` sequences, by one stage and by several, and a bound."""
     effort = effort or Effort()
-    searches = [searched(one, effort) for one in question.of_reductions()]
+    questions = [question]
+    if ROUNDING in question.allow:
+        settings = replace(question.settings, reductions="in every micro-batch")
+        questions.append(replace(question, settings=settings))
+    searches = [searched(one, effort) for one in questions]
     numbers = sorted({shape.stages for shape in searches[0].cuts})
 
     def bound(stages: Sequence[int]) -> float:
@@ -399,7 +383,6 @@ def plan_stages(
         several=several,
         bounds={p: bound([p]) for p in numbers},
         num_shapes=sum(len(search.cuts) for search in searches),
-        num_planned=sum(len(search.planned) for search in searches),
         cuts=searches[0].starts,
     )
 

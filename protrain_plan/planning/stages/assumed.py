@@ -10,7 +10,7 @@ from math import inf
 
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.stages.answer import LANES, Search, StagesQuestion, searched
-from protrain_runtime.contract.records.hardware import PCIE, Collectives, Contention, Hardware
+from protrain_runtime.contract.records.hardware import PCIE, Collectives, Contention
 from protrain_runtime.contract.records.profile import Profile
 
 FASTER = 10
@@ -31,10 +31,6 @@ class Assumed:
         return self.single_seconds / self.several_seconds
 
 
-def _as_it_is(profile: Profile) -> Profile:
-    return profile
-
-
 def _with_peer_access(profile: Profile) -> Profile | None:
     """Cards that read each other's memory over PCIe, and leave the host's alone."""
     joined, speed = profile.hardware.interconnect, PCIE["pcie-4"]
@@ -44,7 +40,7 @@ def _with_peer_access(profile: Profile) -> Profile | None:
     peers = Collectives(gather_bytes_per_s=speed, reduce_bytes_per_s=speed, latency_s=latency_s)
     free = Contention(compute=joined.contention.compute, lane=1.0)
     changed = replace(joined, intra_node=peers, link_share=1.0, contention=free)
-    return _on(profile, replace(profile.hardware, interconnect=changed))
+    return replace(profile, hardware=replace(profile.hardware, interconnect=changed))
 
 
 def _with_twice_the_host(profile: Profile) -> Profile | None:
@@ -58,7 +54,7 @@ def _with_twice_the_host(profile: Profile) -> Profile | None:
         host_parameters_per_s=2 * optimizer.host_parameters_per_s,
         node_parameters_per_s=2 * optimizer.node_parameters_per_s,
     )
-    return replace(_on(profile, replace(profile.hardware, rates=twice)), optimizer=faster)
+    return replace(profile, hardware=replace(profile.hardware, rates=twice), optimizer=faster)
 
 
 def _with_faster_network(profile: Profile) -> Profile | None:
@@ -72,15 +68,12 @@ def _with_faster_network(profile: Profile) -> Profile | None:
         reduce_bytes_per_s=FASTER * far.reduce_bytes_per_s,
         latency_s=far.latency_s,
     )
-    return _on(profile, replace(profile.hardware, interconnect=replace(joined, inter_node=faster)))
-
-
-def _on(profile: Profile, hardware: Hardware) -> Profile:
-    return replace(profile, hardware=hardware)
+    machine = replace(profile.hardware, interconnect=replace(joined, inter_node=faster))
+    return replace(profile, hardware=machine)
 
 
 CHANGES: dict[str, Callable[[Profile], Profile | None]] = {
-    "as the machine is": _as_it_is,
+    "as the machine is": lambda profile: profile,
     "with peer access at 24 GB/s": _with_peer_access,
     "with twice the host's bandwidth": _with_twice_the_host,
     f"with {FASTER} times the network between nodes": _with_faster_network,
@@ -96,8 +89,7 @@ def assumptions(question: StagesQuestion, effort: Effort | None = None) -> tuple
         profiles = {size: profile for size, profile in changed.items() if profile is not None}
         if not profiles:
             continue
-        asked = replace(question, profiles=profiles)
-        search = searched(asked, effort or Effort())
+        search = searched(replace(question, profiles=profiles), effort or Effort())
         numbers = sorted({shape.stages for shape in search.cuts})
         single = _lane_bound(search, [1])
         several = _lane_bound(search, [number for number in numbers if number > 1])

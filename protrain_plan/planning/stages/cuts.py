@@ -21,8 +21,13 @@ Bound = Callable[[int, int, int], float]
 """Seconds that the whole step takes at least, if stage s has the units from one up to another."""
 
 
-def data_flow(profile: Profile) -> "nx.Graph[int]":
-    """Units, with an edge where one uses what the other makes or has: activations, parameters."""
+def possible_cuts(profile: Profile) -> tuple[int, ...]:
+    """Units that a stage may begin with: a cut before them breaks one edge of the data flow.
+
+    Parts run as their neighbours do, and hand on what a loss may not be divided from: each belongs
+    to a stage like any unit.
+    """
+    # An edge is where one unit uses what the other makes or has: activations, parameters.
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(len(profile.units)))
     graph.add_edges_from(pairwise(range(len(profile.units))))
@@ -33,16 +38,7 @@ def data_flow(profile: Profile) -> "nx.Graph[int]":
         for number, (one, other) in enumerate(others):
             between = -1 - graph.number_of_nodes() - number
             graph.add_edges_from(((one, between), (between, other)))
-    return graph
-
-
-def possible_cuts(profile: Profile) -> tuple[int, ...]:
-    """Units that a stage may begin with: a cut before them breaks one edge of the data flow.
-
-    Parts run as their neighbours do, and hand on what a loss may not be divided from: each belongs
-    to a stage like any unit.
-    """
-    joined = nx.k_edge_components(data_flow(profile), 2)  # no single edge divides these
+    joined = nx.k_edge_components(graph, 2)  # no single edge divides these
     of_unit = {unit: number for number, part in enumerate(joined) for unit in part}
     units = range(1, len(profile.units))
     return tuple(unit for unit in units if of_unit[unit - 1] != of_unit[unit])

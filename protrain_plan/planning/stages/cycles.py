@@ -360,16 +360,15 @@ class Bounds:
     def lift(self, s: int, first: int, end: int) -> None:
         """Find the next better bound."""
         level, seconds = self.level(s, first, end) + 1, self.seconds(s, first, end)
-        better = (self.lane_bound, self.pipeline.fluid_bound)[level - 1]
-        self._found[self._key(s, first, end)] = level, max(seconds, better(s, first, end))
-
-    def lane_bound(self, s: int, first: int, end: int) -> float:
-        """Seconds of the step, by the work of the stage's lanes; inf: it does not fit."""
         pipeline, shape = self.pipeline, self.pipeline.shape
-        # All that a stage's problem has of its shape.
-        alike = replace(shape, chunks=1, eager=False), shape.held(s)
-        if alike not in self._lanes:
-            self._lanes[alike] = Lanes(pipeline, self.kinds, s)
-        counts = [int(number) for number in self._before[end] - self._before[first]]
-        buffers = pipeline.buffer_bytes(((first, end),), s)
-        return self._lanes[alike].seconds(counts, buffers, pipeline.around_seconds(first, s))
+        if BOUNDS[level] == "lanes":
+            # All that a stage's problem has of its shape.
+            alike = replace(shape, chunks=1, eager=False), shape.held(s)
+            if alike not in self._lanes:
+                self._lanes[alike] = Lanes(pipeline, self.kinds, s)
+            counts = [int(number) for number in self._before[end] - self._before[first]]
+            buffers = pipeline.buffer_bytes(((first, end),), s)
+            better = self._lanes[alike].seconds(counts, buffers, pipeline.around_seconds(first, s))
+        else:
+            better = pipeline.fluid_bound(s, first, end)
+        self._found[self._key(s, first, end)] = level, max(seconds, better)

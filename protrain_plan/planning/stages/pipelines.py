@@ -12,13 +12,7 @@ from protrain_plan.simulation.timeline import simulate
 from protrain_runtime.contract.program.implications import BoundProgram
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records import fingerprint
-from protrain_runtime.contract.records.plan import (
-    Budgets,
-    PipelinePlan,
-    Plan,
-    StagePlan,
-    TierBytes,
-)
+from protrain_runtime.contract.records.plan import Budgets, PipelinePlan, Plan, StagePlan, TierBytes
 from protrain_runtime.contract.records.profile import Profile
 
 
@@ -139,17 +133,15 @@ def of_plan(plan: Plan, profile: Profile) -> Pipelined:
 def planned(problem: Problem, runs: Runs, plan: Plan) -> Stage:
     """A stage with these units and this plan."""
     programs = [problem.program(plan.units, updating=one) for one in (False, True)]
-    sizes = [end - first for first, end in runs]
-    seconds = stage_seconds(programs[0], programs[1], sizes)
+    seconds = stage_seconds(programs[0], programs[1], [end - first for first, end in runs])
     return Stage(runs=runs, held=problem.settings.held, seconds=seconds, plan=plan)
 
 
 def pipelined(pipeline: Pipeline, stages: Sequence[Stage]) -> Pipelined:
     """Planned stages as a pipeline."""
-    seconds = [stage.seconds for stage in stages]
     run = simulated(
         pipeline.shape,
-        seconds,
+        [stage.seconds for stage in stages],
         pipeline.hops,
         pipeline.nodes,
         norm_of_all=pipeline.settings.updates == "after backward",

@@ -115,7 +115,11 @@ def simulated(
         action = waiting[stage][place[stage]]
         source = _source(action, parts)
         if source is None or source in there:
-            taken = _taken(action, seconds[stage], shape)
+            of_stage = seconds[stage]
+            of_chunks = of_stage.forward if action.forward else of_stage.backward
+            if not action.forward and action.micro_batch == shape.micro_batches - 1:
+                of_chunks = of_stage.last_backward
+            taken = of_chunks[action.part // p]
             running[stage], clock[stage] = True, now + taken
             busy[stage] += taken
             heappush(events, (clock[stage], next(order), action, True))
@@ -165,11 +169,3 @@ def _source(action: Action, parts: int) -> Action | None:
     if part == parts - 1:
         return Action(True, part, micro_batch)
     return Action(False, part + 1, micro_batch)
-
-
-def _taken(action: Action, seconds: StageSeconds, shape: Shape) -> float:
-    chunk = action.part // shape.stages
-    if action.forward:
-        return seconds.forward[chunk]
-    is_last = action.micro_batch == shape.micro_batches - 1
-    return (seconds.last_backward if is_last else seconds.backward)[chunk]

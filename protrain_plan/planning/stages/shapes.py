@@ -101,14 +101,19 @@ def shapes(
         if whole.num_devices % p:
             continue
         each = whole.num_devices // p
+        schedules = [(1, False)]  # chunks, and whether forwards are eager
+        if p > 1:
+            schedules += [(1, True), *((v, False) for v in chunks if v > 1)]
         for layout, nodes in _places(whole, p):
-            for count in _replicas(_group(each, nodes)):
-                group = replace(_group(each, nodes), num_replicas=count)
+            alone = ALONE if each == 1 else DeviceGroup(num_devices=each, num_nodes=nodes)
+            # No replicas, one a node, or one a device: what is between was never best.
+            for count in sorted({1, alone.num_nodes, alone.num_devices}):
+                group = replace(alone, num_replicas=count)
                 for b in batches:
                     if global_batch % (each * b):
                         continue
                     micro_batches = global_batch // (each * b)
-                    for v, eager in _schedules(p, chunks):
+                    for v, eager in schedules:
                         shape = Shape(
                             stages=p,
                             group=group,
@@ -121,25 +126,6 @@ def shapes(
                         # A round of interleaved chunks has as many micro-batches as all others.
                         if v == 1 or (micro_batches >= p and micro_batches % shape.in_round == 0):
                             yield shape
-
-
-def _schedules(p: int, chunks: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Chunks, and whether forwards are eager."""
-    yield 1, False
-    if p > 1:
-        yield 1, True
-        yield from ((v, False) for v in chunks if v > 1)
-
-
-def _replicas(group: DeviceGroup) -> list[int]:
-    """Replicas of a stage: none, one a node, or one a device: what is between was never best."""
-    return sorted({1, group.num_nodes, group.num_devices})
-
-
-def _group(num_devices: int, num_nodes: int) -> DeviceGroup:
-    if num_devices == 1:
-        return ALONE
-    return DeviceGroup(num_devices=num_devices, num_nodes=num_nodes)
 
 
 def _places(whole: DeviceGroup, p: int) -> Iterator[tuple[PipelineLayout, int]]:
@@ -164,14 +150,16 @@ def hop_seconds(
     each, node = shape.group.num_devices, whole.in_node
     near, far = joined.intra_node, joined.inter_node
     apart = shape.layout == "stages across nodes"
-
-    def seconds(stage: int, other: int) -> float:
-        if apart and stage * each // node != other * each // node:
+    hops: list[float] = []
+    for stage in range(shape.stages):
+        following = (stage + 1) % shape.stages
+        if apart and stage * each // node != following * each // node:
             assert far, "asked when the group was made"
-            return far.latency_s + num_bytes * min(node, each) / far.gather_bytes_per_s
-        return near.latency_s + num_bytes / near.gather_bytes_per_s
-
-    return tuple(seconds(stage, (stage + 1) % shape.stages) for stage in range(shape.stages))
+            taken = num_bytes * min(node, each) / far.gather_bytes_per_s
+            hops.append(far.latency_s + taken)
+        else:
+            hops.append(near.latency_s + num_bytes / near.gather_bytes_per_s)
+    return tuple(hops)
 
 
 def joined_for(hardware: Hardware, shape: Shape) -> Hardware:

@@ -58,12 +58,7 @@ def _text(text: str) -> str:
 
 
 def _cell_rows(
-    row: Row,
-    heads: Sequence[str],
-    columns: Sequence[str],
-    *,
-    fastest: float,
-    widest: float,
+    row: Row, heads: Sequence[str], columns: Sequence[str], *, fastest: float, widest: float
 ) -> str:
     """A cell's heading and its rows; bars are shares of the `fastest` and of the `widest`."""
     limit = row["budget_bytes"]

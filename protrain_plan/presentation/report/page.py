@@ -262,8 +262,7 @@ def trace_events(step: Step) -> Iterator[Data]:
     """
     lanes = [lane.name for lane in step.report.lanes]
     threads = {name: number for number, name in enumerate([COMPUTE, WAITS, *lanes[1:]], 1)}
-    model = step.plan.workload.model
-    yield _about("process_name", STEP, 0, name=f"{model}: simulated step")
+    yield _about("process_name", STEP, 0, name=f"{step.plan.workload.model}: simulated step")
     yield _about("process_name", MEMORY, 0, name="memory")
     for name, thread in threads.items():
         yield _about("thread_name", STEP, thread, name=name)

@@ -111,7 +111,24 @@ def read_step(
     """
     plan = read_plan(plan_path)
     case = None if profile_path else opened(read_files(plan_path))
-    profile = case.profile if case else _read_profile(plan, plan_path, profile_path)
+    if case:
+        profile = case.profile
+    else:
+        path = profile_path or plan_path.with_name("profile.yaml")
+        if not (profile_path or os.path.exists(path)):  # noqa: PTH110  (a name that no file can have)
+            raise ProtrainError(
+                "the profile that this plan was made from is not in its folder",
+                source=str(plan_path),
+                fix="name it with --profile",
+            )
+        profile = read_profile(path)
+        if (found := fingerprint(profile)) != plan.profile_fingerprint:
+            raise ProtrainError(
+                f"not the profile that {plan_path} was made from: this one is {found},"
+                f" that one was {plan.profile_fingerprint}",
+                source=str(path),
+                fix="name the plan's own profile with --profile, or plan again",
+            )
     if (why := misfit(plan, profile)) is not None:
         raise ProtrainError(why.problem, source=str(plan_path), key=why.key, fix=why.fix)
     try:
@@ -123,26 +140,6 @@ def read_step(
     if not step.report.step_seconds:
         raise ProtrainError("a step that takes no time cannot be shown", source=str(plan_path))
     return step
-
-
-def _read_profile(plan: Plan, plan_path: Path, profile_path: Path | None) -> Profile:
-    """The profile that was named, or profile.yaml; ProtrainError where it is not the plan's."""
-    path = profile_path or plan_path.with_name("profile.yaml")
-    if not (profile_path or os.path.exists(path)):  # noqa: PTH110  (a name that no file can have)
-        raise ProtrainError(
-            "the profile that this plan was made from is not in its folder",
-            source=str(plan_path),
-            fix="name it with --profile",
-        )
-    profile = read_profile(path)
-    if (found := fingerprint(profile)) != plan.profile_fingerprint:
-        raise ProtrainError(
-            f"not the profile that {plan_path} was made from: this one is {found},"
-            f" that one was {plan.profile_fingerprint}",
-            source=str(path),
-            fix="name the plan's own profile with --profile, or plan again",
-        )
-    return profile
 
 
 MAX_BARS = 1_000
@@ -272,22 +269,20 @@ def slot_begins_s(step: Step) -> tuple[float, ...]:
 
 def memory(step: Step) -> tuple[TierMemory, ...]:
     """The device, and the machine's tiers below it that hold anything."""
-    below = (_tier(step, tier.name) for tier in step.profile.hardware.tiers)
-    return (_device(step), *(tier for tier in below if tier.by_kind))
-
-
-def _device(step: Step) -> TierMemory:
-    besides = step.profile.hardware.device.besides_bytes
+    hardware = step.profile.hardware
     slots = [
-        {"context": besides} | {str(kind): size for kind, size in slot.device.by_kind.items()}
+        {"context": hardware.device.besides_bytes}
+        | {str(kind): size for kind, size in slot.device.by_kind.items()}
         for slot in step.report.slots
     ]
-    return TierMemory(
+    device = TierMemory(
         name="device",
         budget_bytes=step.plan.budgets.device,
         times_s=slot_begins_s(step),
         by_kind=_in_order({kind: tuple(s.get(kind, 0) for s in slots) for kind in KINDS}),
     )
+    below = (_tier(step, tier.name) for tier in hardware.tiers)
+    return (device, *(tier for tier in below if tier.by_kind))
 
 
 def _tier(step: Step, tier: TierName) -> TierMemory:

@@ -9,7 +9,7 @@ and its parameters get no gradients. It never touches them, so they may be on `m
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -125,7 +125,7 @@ def stubs_in_place(found: Sequence[FoundUnit], block_classes: BlockClasses) -> I
         for index, outputs in block_classes.outputs.items():
             module = found[index].module
             assert module is not None, "parts always run"
-            stack.callback(replace_code(module, _stub(outputs)))
+            stack.callback(replace_code(module, partial(_stub, outputs)))
         yield
 
 
@@ -229,9 +229,6 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
     seen: dict[int, _Block] = {}
     making = _Making()
 
-    def before(index: int, *_: object) -> None:
-        making.begin(index)
-
     def after(index: int, _: nn.Module, args: object, kwargs: object, output: object) -> None:
         inputs = tensors_in((args, kwargs))
         operators, making.before = making.before, []
@@ -255,7 +252,7 @@ def _observed(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dic
         stack.enter_context(undisturbed(model))
         for index, unit in enumerate(found):
             if unit.module is not None:
-                first, last = partial(before, index), partial(after, index)
+                first, last = (lambda *_, index=index: making.begin(index)), partial(after, index)
                 stack.callback(unit.module.register_forward_pre_hook(first).remove)
                 stack.callback(unit.module.register_forward_hook(last, with_kwargs=True).remove)
         modules = [unit.module for unit in found]
@@ -289,22 +286,19 @@ def _leaf(leaf: object, inputs: Sequence[Tensor], leaves: Sequence[object]) -> o
     return _Made(leaf.shape, leaf.dtype, leaf.requires_grad)
 
 
-def _stub(outputs: _Outputs) -> Callable[..., object]:
-    def forward(*args: object, **kwargs: object) -> object:
-        inputs = tensors_in((args, kwargs))
-        made: Iterator[Tensor] = iter(())
-        if outputs.made:
-            made = iter(_Stub.apply(outputs, *inputs))  # type: ignore[no-untyped-call]
-        leaves: list[object] = []
-        for leaf in outputs.leaves:
-            if isinstance(leaf, _Handed):
-                leaves.append(inputs[leaf.position])
-            else:
-                leaves.append(next(made) if isinstance(leaf, _Made) else leaf)
-        result: object = tree_unflatten(leaves, outputs.tree)
-        return result
-
-    return forward
+def _stub(outputs: _Outputs, *args: object, **kwargs: object) -> object:
+    inputs = tensors_in((args, kwargs))
+    made: Iterator[Tensor] = iter(())
+    if outputs.made:
+        made = iter(_Stub.apply(outputs, *inputs))  # type: ignore[no-untyped-call]
+    leaves: list[object] = []
+    for leaf in outputs.leaves:
+        if isinstance(leaf, _Handed):
+            leaves.append(inputs[leaf.position])
+        else:
+            leaves.append(next(made) if isinstance(leaf, _Made) else leaf)
+    result: object = tree_unflatten(leaves, outputs.tree)
+    return result
 
 
 class _Stub(torch.autograd.Function):
@@ -316,7 +310,15 @@ class _Stub(torch.autograd.Function):
         # Something is saved always: a form that recomputes holds inputs for what it drops.
         ctx.save_for_backward(inputs[0].new_empty(0), *(inputs[place] for place in like.saves))
         ctx.wanted = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in inputs]
-        outputs = tuple(_like(output, inputs) for output in made)
+        # Copies of inputs where one has the shape: values stay what a model's values may be.
+        known = {(tensor.shape, tensor.dtype): tensor for tensor in reversed(inputs)}
+        found: list[Tensor] = []
+        for output in made:
+            if (like_it := known.get((output.shape, output.dtype))) is not None:
+                found.append(like_it.detach().clone())
+            else:
+                found.append(torch.zeros(output.shape, dtype=output.dtype, device=inputs[0].device))
+        outputs = tuple(found)
         ctx.mark_non_differentiable(
             *(t for t, output in zip(outputs, made, strict=True) if not output.requires_grad)
         )
@@ -329,11 +331,3 @@ class _Stub(torch.autograd.Function):
             for wanted in ctx.wanted
         )
         return None, *zeros
-
-
-def _like(output: _Made, inputs: Sequence[Tensor]) -> Tensor:
-    """A copy of an input where one has the shape: values stay what a model's values may be."""
-    for tensor in inputs:
-        if tensor.shape == output.shape and tensor.dtype == output.dtype:
-            return tensor.detach().clone()
-    return torch.zeros(output.shape, dtype=output.dtype, device=inputs[0].device)

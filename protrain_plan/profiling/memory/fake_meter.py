@@ -93,14 +93,6 @@ class MeasuredCall:
         shapes = tuple(tuple(tensor.shape) for tensor in results)
         return MeasuredCall(func, arguments, tree, shapes, torch.get_num_threads())
 
-    def operands(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with zeros for tensors."""
-        leaves = [
-            leaf.zeros() if isinstance(leaf, _Geometry) else leaf for _, leaf in self.arguments
-        ]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, self.tree)
-        return found
-
 
 _MEASURED: dict[MeasuredCall, int | None] = {}
 
@@ -120,7 +112,10 @@ def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int |
     with _disable_current_modes(), torch.no_grad(), ExitStack() as stack, MemoryMeter() as meter:
         stack.callback(generator.set_state, generator.get_state())
         for call in new:
-            args, kwargs = call.operands()
+            given = (
+                one.zeros() if isinstance(one, _Geometry) else one for _, one in call.arguments
+            )
+            args, kwargs = tree_unflatten(given, call.tree)
             result: object = None
             with suppress(Exception):  # any operator, and operands that it may refuse
                 call.func(*args, **kwargs)  # what is made in the first call stays
@@ -132,8 +127,7 @@ def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int |
             del args, kwargs, result
     taken = [each for each in meter.segments if each.label == "call"]
     for call, each, found in zip(new, taken, shapes, strict=True):
-        same = found == call.results
-        _MEASURED[call] = each.peak_bytes - each.end_bytes if same else None
+        _MEASURED[call] = each.peak_bytes - each.end_bytes if found == call.results else None
     return _MEASURED
 
 
@@ -341,8 +335,7 @@ class _Token:
 @cache
 def _resolves(func: Any, key: str) -> bool:
     """Whether an operator has its operands resolved first: all that have no kernel of their own."""
-    name = func.name()
-    return not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:

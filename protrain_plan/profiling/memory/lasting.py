@@ -99,8 +99,7 @@ def other_bytes(model: nn.Module) -> int:
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in model.parameters() if p.grad is not None]
     own += [tensor for held in held_tensors(model).values() for tensor in held]
-    known = storages_of(own).keys()
-    return _bytes_besides(reachable(device_of(model)), known)
+    return _bytes_besides(reachable(device_of(model)), storages_of(own).keys())
 
 
 class Loaded:

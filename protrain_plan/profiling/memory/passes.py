@@ -164,25 +164,6 @@ def drop_gradients(model: nn.Module) -> None:
 _EARLY = "early "  # begins the label of a mark where a slot may begin at run time
 
 
-def _seen_early(watch: SlotWatch, mark: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Hooks on a forward that mark where backward reads what a unit has saved before its slot.
-
-    At run time such a read begins the slot, if what is read has left.
-    """
-
-    def pack(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-        return watch.slot, tensor.detach()  # the tensor itself would hold the graph
-
-    def unpack(held: tuple[int, torch.Tensor]) -> torch.Tensor:
-        unit, tensor = held
-        slot = watch.num_slots - 1 - unit
-        if in_backward() and watch.slot < slot:
-            mark(f"{_EARLY}{slot}")
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
 def _by_slot(segments: Sequence[Segment], gradients: Callable[[int], int]) -> Iterator[Segment]:
     """The segments of slots, each with the peak from where it may begin to where the next does.
 
@@ -235,9 +216,22 @@ def memory_segments(
     gc.collect()
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
+
+    def read_early(held: tuple[int, torch.Tensor]) -> torch.Tensor:
+        # At run time a read before the unit's slot begins that, if what is read has left.
+        unit, tensor = held
+        slot = watch.num_slots - 1 - unit
+        if in_backward() and watch.slot < slot:
+            counting.mark(f"{_EARLY}{slot}")
+        return tensor
+
+    seen = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (watch.slot, tensor.detach()),  # the tensor itself would hold the graph
+        read_early,
+    )
     with watched(model, modules, form, watch, kept=kept, may_skip=may_skip), counting:
         _warm(model, batch, num_warm)
-        with _seen_early(watch, counting.mark) if gradients else nullcontext():
+        with seen if gradients else nullcontext():
             loss = loss_of(call_model(model, batch))
         loss.backward()
         counting.mark(str(2 * len(modules)))
@@ -362,8 +356,7 @@ def slot_seconds(
 
     step(forms[0])
     if num_steps is None:
-        first = sum(step(forms[0])[0])
-        num_steps = sampled_steps(first)
+        num_steps = sampled_steps(sum(step(forms[0])[0]))
     turns = num_steps * tuple(forms)
     for done, form in enumerate(turns, 1):
         seconds, launching = step(form)

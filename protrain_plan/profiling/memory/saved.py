@@ -172,10 +172,6 @@ class _UnitSeen:
     def look_at_inputs(self) -> None:
         self.staying = {place for place, one in enumerate(self.inputs) if one.held_elsewhere()}
 
-    def end(self) -> None:
-        self.held = {key for key, one in self.saved.items() if one.held_elsewhere()}
-        self.gone = {key for key, one in self.saved.items() if not one.awaited}
-
 
 class _ForwardSeen:
     """One forward of a model, in which storages are followed from unit to unit."""
@@ -219,7 +215,9 @@ class _ForwardSeen:
             self._shared.update(identities(t for t in tensors if t.layout != torch.strided))
             self._note(tensors)
         if 0 < slot <= self._last + 1:
-            self.units[slot - 1].end()
+            ended = self.units[slot - 1]
+            ended.held = {key for key, one in ended.saved.items() if one.held_elsewhere()}
+            ended.gone = {key for key, one in ended.saved.items() if not one.awaited}
         if 1 < slot <= self._last + 1:
             self.units[slot - 2].look_at_inputs()
 
@@ -259,28 +257,6 @@ class _ForwardSeen:
             found.append(tuple(own))
         return found
 
-    def _linked(self, number: int) -> bool:
-        """Whether it hands what has gradients beyond the next unit, or gets such."""
-        unit = self.units[number]
-        for place, key in enumerate(unit.keys):
-            # Beyond the unit that made it, which may save it, and the one after that.
-            beyond = len(self._readers[key] - {number - 1}) > 1
-            if key in self._flowing and (beyond or (place in unit.staying and number > 1)):
-                return True
-        return len(self._flowing & (unit.outputs - set(unit.keys))) > 1
-
-    def _reads(self, number: int) -> tuple[int, ...]:
-        """The units before the one before it, of whose results with gradients it reads any.
-
-        The last unit reads what the model's code has a name for two units later, which may be read
-        until the end. (Most have one for the first block's input, and read it no more.)
-        """
-        keys = {key for key in self._makers if number in self._readers[key]}
-        for unit in self.units[2:] if number == self._last else ():
-            keys.update(unit.keys[place] for place in unit.staying)
-        makers = {self._makers[key] for key in keys & self._makers.keys()}
-        return tuple(sorted(maker for maker in makers if maker < number - 1))
-
     def unit_bytes(
         self, number: int, own_inputs: Set[int] | None, shared_inputs: tuple[int, ...]
     ) -> SavedBytes:
@@ -303,6 +279,20 @@ class _ForwardSeen:
         # What the loss does not depend on ends with the forward: a swap would take it twice.
         if module is None or not leaving.keys() <= unit.awaited:
             leaving = {}
+        # The units before the one before it, of whose results with gradients it reads any. The last
+        # unit reads what the model's code has a name for two units later, which may be read until
+        # the end. (Most have one for the first block's input, and read it no more.)
+        read = {key for key in self._makers if number in self._readers[key]}
+        for other in self.units[2:] if number == self._last else ():
+            read.update(other.keys[place] for place in other.staying)
+        makers = {self._makers[key] for key in read & self._makers.keys()}
+        # Whether it hands what has gradients beyond the next unit, or gets such: beyond the unit
+        # that made it, which may save it, and the one after that.
+        linked = len(self._flowing & (unit.outputs - set(keys))) > 1
+        for place, key in enumerate(keys):
+            beyond = len(self._readers[key] - {number - 1}) > 1
+            stays = place in unit.staying and number > 1
+            linked = linked or (key in self._flowing and (beyond or stays))
         sizes = list(leaving.values())
         before = self.units[number - 1].saved if number else {}
         return SavedBytes(
@@ -311,10 +301,10 @@ class _ForwardSeen:
             input_leaves=not leaving.keys().isdisjoint(keys),
             own_inputs=own,
             awaited=bool(unit.awaited) or not unit.saved,
-            reads=self._reads(number),
+            reads=tuple(sorted(maker for maker in makers if maker < number - 1)),
             gets=unit.gets,
             shared_inputs=shared_inputs,
-            linked=self._linked(number),
+            linked=linked,
             differentiated=number in self._watch.differentiated,
             gives=unit.outputs & self._parameters,
             ends_in_cross_entropy=number == self._last and module is None and self._loss.seen,

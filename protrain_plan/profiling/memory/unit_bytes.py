@@ -57,15 +57,14 @@ class ModelStructure:
     """A model's units, their parameters, and what each saves that is its own.
 
     `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
-    what libraries keep. `once` are the blocks whose forward cannot run twice, with the reasons
-    (see `rerun`), and `stays` says of units why their states stay on the device. `num_warm`
-    steps replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes
-    that a recomputed block may hold of what others read too. `rules` are the
-    optimizer's. `unused` are the blocks that the loss does not
-    depend on: nothing that they saved outlives the forward. `kept` ones have one form: they keep
-    what they save, whatever the others do. `last_forms` are forms to try of the last part. Storages
-    take whole blocks of `block` bytes. `variation` are further steps of a model that does other
-    work from step to step.
+    what libraries keep. `once` are the blocks whose forward cannot run twice, with the reasons (see
+    `rerun`), and `stays` says of units why their states stay on the device. `num_warm` steps
+    replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes that a
+    recomputed block may hold of what others read too. `rules` are the optimizer's. `unused` are the
+    blocks that the loss does not depend on: nothing that they saved outlives the forward. `kept`
+    ones have one form: they keep what they save, whatever the others do. `last_forms` are forms to
+    try of the last part. Storages take whole blocks of `block` bytes. `variation` are further steps
+    of a model that does other work from step to step.
     """
 
     found: tuple[FoundUnit, ...]
@@ -169,9 +168,7 @@ def analyze_units(
                     for unit, now in zip(units, look(form, other, may_skip=True), strict=True)
                 ]
 
-    def step() -> None:
-        saved_bytes(model, modules, batch, "keep")
-
+    step = partial(saved_bytes, model, modules, batch, "keep")
     lasting.refuse_growth(step)
     on_blocks = is_accelerator(device)
     chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
@@ -182,11 +179,17 @@ def analyze_units(
     held_inputs = sum(in_blocks(size, block) for unit in keep for size in unit.shared_inputs)
     base += lasting.num_bytes(block=block) + held_inputs
     base += absent_scale_bytes(model, block=block)
+    if not on_blocks:
+        # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in
+        # flight, and one element is there for an offloaded parameter; losses and their gradients
+        # are a few more.
+        base += 2 * sum(rule.scalar_bytes() for rule in stepped.values())
+        base += sum(part.dtype.itemsize for part in parts) + 256
     return ModelStructure(
         found=found,
         chunks=chunks,
         saved=saved,
-        base_bytes=base + (0 if on_blocks else _scalars(parts, stepped)),
+        base_bytes=base,
         fixed_bytes=_beside_in_blocks(parts, stepped) if on_blocks else 0,
         once=once,
         num_warm=lasting.num_steps(step),
@@ -240,19 +243,8 @@ def _staying(
             elif part.parameter.untyped_storage()._cdata in aliased:
                 stays[chunk.unit] = ALIASED
             elif part.trainable and stepped[part.name].reason:
-                together = stepped[part.name].together
-                stays.setdefault(chunk.unit, TOGETHER if together else WHOLE)
+                stays.setdefault(chunk.unit, TOGETHER if stepped[part.name].together else WHOLE)
     return stays
-
-
-def _scalars(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -> int:
-    """Bytes on a CPU that belong to no unit.
-
-    An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in flight, and
-    one element is there for an offloaded parameter; losses and their gradients are a few more.
-    """
-    steps = 2 * sum(rule.scalar_bytes() for rule in rules.values())
-    return steps + sum(part.dtype.itemsize for part in parts) + 256
 
 
 _NORMS = 2
@@ -284,10 +276,7 @@ def _beside_in_blocks(parts: Sequence[Slice], rules: Mapping[str, UpdateRule]) -
 
 
 def measure_bytes(
-    model: nn.Module,
-    batch: Batch,
-    structure: ModelStructure,
-    meter: passes.MeterFactory,
+    model: nn.Module, batch: Batch, structure: ModelStructure, meter: passes.MeterFactory
 ) -> tuple[list[Unit], int]:
     """The units with their bytes, from one training step per form, and those that a step leaves.
 
@@ -321,10 +310,6 @@ def measure_bytes(
             with starting_from(model, start):
                 yield other
 
-    def of_steps(forms: Sequence[Form]) -> Iterator[tuple[Segment, ...]]:
-        for other in batches():
-            yield segments(other, forms, may_skip=other is not batch)
-
     def note(part: Slice, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
@@ -342,8 +327,7 @@ def measure_bytes(
     with ExitStack() as stack:
         for part in (part for chunk in structure.chunks for part in chunk.slices):
             if part.trainable:
-                hook = partial(note, part)
-                handle = part.parameter.register_post_accumulate_grad_hook(hook)
+                handle = part.parameter.register_post_accumulate_grad_hook(partial(note, part))
                 stack.callback(handle.remove)
         steps = {form: [step(form)] for form in structure.saved}
         last: dict[Form, list[_Levels]] = {}
@@ -379,7 +363,12 @@ def measure_bytes(
         for forms in _mixtures(units):
             units = _raised(units, forms, segments(batch, forms), structure, arrived)
     if structure.variation is not None:
-        units = _held_in(units, of_steps, structure, arrived)
+        units = _held_in(
+            units,
+            lambda forms: (segments(one, forms, may_skip=one is not batch) for one in batches()),
+            structure,
+            arrived,
+        )
     left = max(levels[0].left for levels in memory.values()) - gradients(2 * len(modules))
     loss = in_blocks(_LOSS_BYTES, structure.block)
     return units, max(0, left - loss)
@@ -423,7 +412,7 @@ def _levels(
 
 
 _LOSS_BYTES = 64
-"""Bytes of a loss, with room for what a wrapper keeps of it: `_scalars` counts them."""
+"""Bytes of a loss, with room for what a wrapper keeps of it: the base has them."""
 
 
 def _mixtures(units: Sequence[Unit]) -> list[list[Form]]:
@@ -550,8 +539,7 @@ def _live_gradients(structure: ModelStructure, arrived: Mapping[str, int], *, af
 
 
 def _chunks(model: nn.Module, found: Sequence[FoundUnit], alignment: int) -> list[Chunk]:
-    shape = [(unit.kind, unit.name, unit.listed) for unit in found]
-    parameters = unit_parameters(model, shape)
+    parameters = unit_parameters(model, [(unit.kind, unit.name, unit.listed) for unit in found])
     owner = {name: index for index, unit in enumerate(parameters) for name, _ in unit}
     users: list[list[int]] = [[index] for index in range(len(found))]
     for index, unit in enumerate(found):

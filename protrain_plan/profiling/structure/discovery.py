@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Literal, NamedTuple
 from weakref import WeakSet
 
@@ -210,7 +210,7 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         self.operations: list[Operation] = []
         self.asks = self.by_values = False
         self._paths = {module: path for path, module in model.named_modules()}
-        self._clock = 0
+        self._tick = count(1).__next__
         self._thread = threading.get_ident()
         self._begun: dict[nn.Module, list[int]] = defaultdict(list)
         self._inside: list[str] = []  # the paths of the modules that run
@@ -220,10 +220,6 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         for name, parameter in model.named_parameters():
             first, past = extent(parameter)
             self._owners[parameter.untyped_storage()._cdata].append((first, past, name))
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
 
     def begin(self, module: nn.Module, *_: object) -> None:
         """A module's forward begins: a hook of every module."""
@@ -265,15 +261,14 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         by_offset = func is torch.ops.aten.as_strided.default and args[3:] not in ((), (None,))
         storages = {one._cdata for one in args if isinstance(one, torch.UntypedStorage)}
         taken = [name for key in storages for *_, name in self._owners.get(key, ())]
-        placed = (*(used if by_offset else ()), *taken)
         self.operations.append(
             Operation(
                 at=self._tick(),
                 parameters=tuple(dict.fromkeys((*used, *taken))),
                 written=self._parameters_in(written),
-                placed=placed,
+                placed=(*(used if by_offset else ()), *taken),
                 trivial=func.is_view or func._schema.name in _BOOKKEEPING,
-                signature=_described(func, args, kwargs),
+                signature=f"{func} {tree_map_only(Tensor, _geometry, (args, kwargs or {}))}",
             )
         )
         return func(*args, **(kwargs or {}))
@@ -292,12 +287,9 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
         return tuple(found)
 
 
-def _described(func: Any, args: object, kwargs: object) -> str:
-    def geometry(tensor: Tensor) -> object:
-        strided = tensor.layout is torch.strided
-        return tensor.dtype, tuple(tensor.shape), tensor.stride() if strided else tensor.layout
-
-    return f"{func} {tree_map_only(Tensor, geometry, (args, kwargs or {}))}"
+def _geometry(tensor: Tensor) -> object:
+    strided = tensor.layout is torch.strided
+    return tensor.dtype, tuple(tensor.shape), tensor.stride() if strided else tensor.layout
 
 
 @contextmanager
@@ -491,7 +483,16 @@ def variation(model: nn.Module, execution: Execution, batches: Iterator[Batch]) 
         for number, batch in zip(range(SEEDS), batches, strict=False):
             start = Start(SEEDS + number, plain_attributes(model))
             other = record_execution(model, batch, start)
-            _refuse_order(order, other)
+            ran = [call.path for call in other.calls if call.path in order]
+            for earlier, later in pairwise(ran):
+                if order[later] <= order[earlier]:
+                    came = "ran twice" if later == earlier else f"came after {earlier}"
+                    raise ProtrainError(
+                        f"the blocks run in another order from step to step: {later} {came} in one"
+                        " forward, and not in another",
+                        fix="run the blocks in one order, each once: a plan has a place for each in"
+                        " a step. Some may be skipped",
+                    )
             if (work := other.work) not in seen:
                 seen.append(work)
                 steps.append((start, batch))
@@ -500,19 +501,6 @@ def variation(model: nn.Module, execution: Execution, batches: Iterator[Batch]) 
     finally:
         restore_attributes(before)
     return Variation(tuple(steps), execution.by_values) if steps else None
-
-
-def _refuse_order(order: Mapping[str, int], other: Execution) -> None:
-    ran = [call.path for call in other.calls if call.path in order]
-    for earlier, later in pairwise(ran):
-        if order[later] <= order[earlier]:
-            came = "ran twice" if later == earlier else f"came after {earlier}"
-            raise ProtrainError(
-                f"the blocks run in another order from step to step: {later} {came} in one forward,"
-                " and not in another",
-                fix="run the blocks in one order, each once: a plan has a place for each in a step."
-                " Some may be skipped",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -675,10 +663,9 @@ class _Repeated:
 
 def _repeated(model: nn.Module, execution: Execution) -> _Repeated:
     """The outermost layers that run several times: siblings, where these do most of the work."""
-    times = Counter(call.module for call in execution.calls)
     several = {
         module
-        for module, number in times.items()
+        for module, number in Counter(call.module for call in execution.calls).items()
         if number > 1 and module is not model and _is_composite(module) and _has_parameters(module)
     }
     siblings = {module for group in _alike(model, several) for module in group}

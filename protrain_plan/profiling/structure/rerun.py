@@ -229,7 +229,10 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         if kinds:
             # A second run would put the same tensors there, unless it reads what the first one has
             # put there; but a reentrant one's have no graph.
-            same = not (names or reads.any) and all(_is_tensor(now.get(key)) for key in changed)
+            after = (now.get(key) for key in changed)
+            same = not (names or reads.any) and all(
+                isinstance(one, _Held) and isinstance(one.value, torch.Tensor) for one in after
+            )
             elsewhere = {name for other in found for name in other.also_uses}
             shared = elsewhere.intersection((*found[unit].parameters, *found[unit].also_uses))
 
@@ -269,8 +272,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         stack.enter_context(own_checkpoints.replaced(lambda _: True))
         for unit, module in enumerate(modules):
             if module is not None:
-                watch = partial(twice, unit, module, code_of(module))
-                stack.callback(replace_code(module, watch))
+                stack.callback(replace_code(module, partial(twice, unit, module, code_of(module))))
         call_model(model, batch)
         for end in at_end:
             end()
@@ -328,10 +330,6 @@ class _Reads(TorchFunctionMode):
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
         self.any |= any(id(tensor) in given for tensor in self.tensors)
         return func(*args, **(kwargs or {}))
-
-
-def _is_tensor(described: object) -> bool:
-    return isinstance(described, _Held) and isinstance(described.value, torch.Tensor)
 
 
 def _written(versions: Versions) -> bool:
