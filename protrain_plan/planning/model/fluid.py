@@ -514,7 +514,7 @@ class ForwardBackward:
         flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
         writes = [self.flows[name] for name in self.held_per_written]
         held_writes = list(zip(writes, self.held_per_written.values(), strict=True))
-        # Flows that come ahead of their slots, with the bytes that each of its own holds. A rank's
+        # Prefetch flows, with the device bytes that each byte of them takes. A rank's
         # shard is read into its place among the others', which are gathered there: the room is
         # taken by what has been gathered, or, with as much for each shard, by what will be.
         shards = [flow for name, flow in self.flows.items() if name.endswith("_shards")]

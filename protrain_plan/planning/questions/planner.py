@@ -301,7 +301,7 @@ class _Planning:
         stopped = self.effort.spent
         if self.problem.settings.overlap_steps:
             alone = Evaluator(self.problem.overlapping(False), stopped)
-            # A step that has ended when it says so can be looked at, and tells of its own faults.
+            # Steps that do not overlap are easier to debug.
             found = alone.best_schedule(best.choice, pace=best.pace._replace(late=0.0))
             found = found if found and found.seconds <= slowest else None
             if compared and not stays:

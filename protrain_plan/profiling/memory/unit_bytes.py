@@ -119,10 +119,10 @@ def analyze_units(
 ) -> ModelStructure:
     """Run forwards of the model, and look at what its units save in each of the forms.
 
-    `forms` are by default all that are exact.
-    `device` is the type of those that the profile is for: fake tensors are on a CPU. `optimizer`
-    and `precision` say what states the parameters have. `once` is what `run_once` has found, where
-    it was asked before. ProtrainError where the model keeps more and more tensors.
+    `forms` are by default all that are exact. `device` is the type of those that the profile is
+    for: fake tensors are on a CPU. `optimizer` and `precision` say what states the parameters have.
+    `once` is what `run_once` has found, where it was asked before. ProtrainError where the model
+    keeps more and more tensors.
     """
     modules = [unit.module for unit in found]
     block = block_bytes(device)
@@ -144,11 +144,8 @@ def analyze_units(
             if module is not None:
                 once.setdefault(index, DIFFERENTIATED)
     own_inputs = [unit.own_inputs for unit in keep]
-    unused = frozenset(
-        index
-        for index, (unit, own) in enumerate(zip(found, keep, strict=True))
-        if unit.kind == "block" and not own.awaited
-    )
+    blocks = [index for index, unit in enumerate(found) if unit.kind == "block"]
+    unused = frozenset(index for index in blocks if not keep[index].awaited)
     kept = unused | once.keys()
     tried = allowed_forms(()) if forms is None else forms
 
@@ -177,8 +174,7 @@ def analyze_units(
     stepped = {part.name: part.rule(rules) for part in parts if part.trainable}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     held_inputs = sum(in_blocks(size, block) for unit in keep for size in unit.shared_inputs)
-    base += lasting.num_bytes(block=block) + held_inputs
-    base += absent_scale_bytes(model, block=block)
+    base += lasting.num_bytes(block=block) + held_inputs + absent_scale_bytes(model, block=block)
     if not on_blocks:
         # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in
         # flight, and one element is there for an offloaded parameter; losses and their gradients

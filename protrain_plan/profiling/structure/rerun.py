@@ -216,14 +216,8 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         names = written_buffers(buffers, other_buffers(module))
         now, others_now = snapshot(module), _own_of(outside)
         changed = [key for key in {**held, **now} if held.get(key, _NONE) != now.get(key, _NONE)]
-        if names:
-            reasons[unit] = f"its forward writes its buffer {names[0]!r}"
-        elif changed:
-            reasons[unit] = f"its forward changes its attribute {changed[0]!r}"
-        elif others_now != others:
-            reasons[unit] = "its forward changes an attribute of a module around it"
-        elif _written(before):
-            reasons[unit] = "its forward writes an input in place"
+        if why := _first_run(names, changed, others_now != others, before):
+            reasons[unit] = why
         with_grad = torch.is_grad_enabled()
         ones = [tensor.detach().clone() for tensor in tensors_in(result)]  # may be written to
         if kinds:
@@ -283,6 +277,19 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         if why:
             own_checkpoints.refuse(type(modules[unit]).__name__, why)
     return reasons
+
+
+def _first_run(
+    buffers: Sequence[str], attributes: Sequence[object], around: bool, inputs: Versions
+) -> str:
+    """The reason in what a forward has written: its buffers, attributes, modules around, inputs."""
+    if buffers:
+        return f"its forward writes its buffer {buffers[0]!r}"
+    if attributes:
+        return f"its forward changes its attribute {attributes[0]!r}"
+    if around:
+        return "its forward changes an attribute of a module around it"
+    return "its forward writes an input in place" if _written(inputs) else ""
 
 
 def _own_of(modules: Iterable[nn.Module]) -> list[object]:
