@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from benchmarks.pages import Bar, bars_table, quantile, runs_list
 from benchmarks.published_runs import Run, read_published
 from benchmarks.runner import Cell, Document, found, main
-from protrain_plan.planning.questions.allowance import MEDIAN as MEDIAN_RESERVED
-from protrain_plan.planning.questions.allowance import MOST as MOST_RESERVED
+from protrain_plan.planning.questions.allocator_slack import MEDIAN as MEDIAN_RESERVED
+from protrain_plan.planning.questions.allocator_slack import MOST as MOST_RESERVED
 from protrain_runtime.contract.units import format_bytes
 
 
@@ -153,9 +153,9 @@ def page(document: Document) -> str:
         " PyTorch follows: memory is the most bytes of tensors on a device, time the seconds of a"
         " step's micro-batch. Where the published figure is what the allocator reserved, it is the"
         f" peak and the median of what was seen reserved beyond tensors ({MEDIAN_RESERVED:.0%};"
-        " `protrain_plan/planning/questions/allowance.py`). *Off* is predicted over published, less"
-        " one: below zero, memory is under-predicted, and time is too optimistic. Figures in"
-        " brackets count for no bar.",
+        " `protrain_plan/planning/questions/allocator_slack.py`). *Off* is predicted over"
+        " published, less one: below zero, memory is under-predicted, and time is too optimistic."
+        " Figures in brackets count for no bar.",
         "",
         *bars_table(bars(held)),
         "",

@@ -20,7 +20,7 @@ from benchmarks.runner import Cell, Document, found, main
 from benchmarks.uniform import AMPLE, decided
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import ConfigSource
-from protrain_plan.planning.questions.allowance import default_device_bytes
+from protrain_plan.planning.questions.allocator_slack import default_device_bytes
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.stages.answer import StagesQuestion, searched
 from protrain_plan.planning.stages.cycles import Pipeline

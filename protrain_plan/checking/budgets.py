@@ -28,7 +28,7 @@ from msgspec import UNSET, Meta, UnsetType
 from protrain_plan.checking.reviewed import refuse_outside
 from protrain_runtime.contract.errors import ProtrainError, RecordError, cut
 from protrain_runtime.contract.records.files import read_text
-from protrain_runtime.contract.records.forms import FORMS, leaves_of
+from protrain_runtime.contract.records.forms import FORMS, opt_ins_of
 from protrain_runtime.contract.records.json_toml import parsed_toml
 from protrain_runtime.contract.records.limits import MAX_LIST, MAX_TEXT, Bytes, StepSeconds
 from protrain_runtime.contract.records.schema import SIZE
@@ -87,7 +87,7 @@ class Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def content() -> type[msgspec.Struct]:
     """The type of a file."""
-    words: Any = Literal[leaves_of(FORMS)]
+    words: Any = Literal[opt_ins_of(FORMS)]
     allow = Annotated[list[words], Meta(max_length=MAX_LIST)]
     header = ("protrain", Literal[KIND]), ("version", Literal[VERSION])
     keys = (*header, ("budgets", dict[str, Entry]), ("allow", allow | UnsetType, UNSET))

@@ -216,7 +216,7 @@ def exa001(model: Model) -> Verdict:
     never changes results unnoticed.
     """
     plan = model.case.plan
-    if not (missing := [leave for leave in plan.allowed if leave not in model.allow]):
+    if not (missing := [word for word in plan.allowed if word not in model.allow]):
         return Passed(found=plan.exactness)
     return Failed(
         problem=f"the plan uses {listed(missing, 'and')}, which the repository does not allow: its"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from protrain_plan.planning.questions.answer_cache import AnswerCache
 from protrain_plan.planning.questions.answers import Answer, Objective, Point, Question
 from protrain_plan.planning.questions.cells import GAP, Cell
-from protrain_plan.planning.questions.kept_answers import AnswerCache
 
 if TYPE_CHECKING:
     from protrain_plan.planning.search.improving import Effort

@@ -18,6 +18,7 @@ from protrain_plan.commands.option_records import BudgetOptions
 from protrain_plan.commands.staging import SIZES, Staged, staged_answer, staged_on
 from protrain_plan.hardware.offers import MachineOffer
 from protrain_plan.isolated.pool import answers_of
+from protrain_plan.planning.questions.answer_cache import AnswerCache
 from protrain_plan.planning.questions.answers import Answer, Quantity, Question
 from protrain_plan.planning.questions.cells import (
     GAP,
@@ -28,7 +29,6 @@ from protrain_plan.planning.questions.cells import (
     planned,
     with_resource,
 )
-from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import is_accelerator
@@ -257,7 +257,7 @@ class Cells:
             fit = known[number].reached
             if fit and other.solved:
                 name, plan = other.profile.optimizer.name, other.solved.plan
-                more = (*fit.alternatives, beside(name, plan, other.profile, other.binds))
+                more = (*fit.alternatives, beside(name, plan, other.profile, other.bottleneck))
                 known[number] = replace(known[number], reached=replace(fit, alternatives=more))
         return known
 

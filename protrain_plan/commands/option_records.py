@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, get_args
 
 import typer
 
-from protrain_plan.commands.options import SpillOption, choice, leaves_named, part, size
+from protrain_plan.commands.options import SpillOption, choice, opt_ins_named, part, size
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class WorkloadOptions:
                 workload=replace(workload, batch_size=batch, seq_len=length),
                 optimizer=self.optimizer or DEFAULT_OPTIMIZER,
                 optimizer_args=self.optimizer_args,
-                allow=leaves_named(allow),
+                allow=opt_ins_named(allow),
                 **others,
             )
             for length in lengths
@@ -289,7 +289,7 @@ class BudgetOptions:
 
     def of(self, profile: "Profile", group: "DeviceGroup") -> "Budgets":
         """A device's budgets, where it is one of a group."""
-        from protrain_plan.planning.questions.allowance import default_device_bytes
+        from protrain_plan.planning.questions.allocator_slack import default_device_bytes
         from protrain_plan.simulation.group import profile_of_rank
         from protrain_runtime.contract.records.plan import Budgets
 

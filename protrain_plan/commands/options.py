@@ -161,12 +161,12 @@ def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
     )
 
 
-def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
+def opt_ins_named(given: Sequence[str] | None) -> tuple[str, ...]:
     """Return what `--allow` names, each once and in order; ProtrainError for unknown names."""
-    from protrain_runtime.contract.records.forms import FORMS, leaves_of
+    from protrain_runtime.contract.records.forms import FORMS, opt_ins_of
     from protrain_runtime.contract.records.words import did_you_mean, listed
 
-    known = leaves_of(FORMS)
+    known = opt_ins_of(FORMS)
     for name in given or ():
         if name not in known:
             raise ProtrainError(
@@ -174,7 +174,7 @@ def leaves_named(given: Sequence[str] | None) -> tuple[str, ...]:
                 key="--allow",
                 fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
             )
-    return tuple(leave for leave in known if leave in (given or ()))
+    return tuple(word for word in known if word in (given or ()))
 
 
 def on_command_line(context: typer.Context) -> list[str]:

@@ -26,10 +26,10 @@ from protrain_plan.commands.options import (
     NoCacheOption,
     PointsOption,
     choice,
-    leaves_named,
     machine_names,
     model_names,
     on_command_line,
+    opt_ins_named,
     refuse,
     refuse_batches,
     refuse_of_factory,
@@ -229,7 +229,7 @@ class SearchOptions:
         lists_front: bool = True,
     ) -> "Answer":
         """The answer, with its progress shown; Ctrl-C ends the search with the best so far."""
-        from protrain_plan.planning.questions.kept_answers import AnswerCache
+        from protrain_plan.planning.questions.answer_cache import AnswerCache
 
         if lp is not None:
             from protrain_plan.planning.model.fluid import Fluid
@@ -376,13 +376,13 @@ def plan(
     if beside is not None:
         destination(beside, inputs=read[:-1])
     objective, settings = wanted.objective(model.global_batch), step.settings()
-    leaves = leaves_named(allow)
+    allowed = opt_ins_named(allow)
     if staged.stages is not None:
         others = (*given(fixed), *given(wanted), *given(search), *["--beside"] * bool(frozen))
         _refuse_in_stages(others, devices, model.global_batch, settings)
     elif model.on is not None:
         refuse_batches(model.global_batch, model.batch_size, settings.micro_batches)
-    record = None if model.on else _read(profile, () if staged.stages else leaves)
+    record = None if model.on else _read(profile, () if staged.stages else allowed)
     machine = record.hardware if record else budgets.machine(str(model.on))
     budgets.refuse_host_memory([machine])
     group = devices.on(machine)
@@ -396,7 +396,7 @@ def plan(
         cells=cells,
         budgets=budgets,
         settings=settings,
-        leaves=leaves,
+        allowed=allowed,
         replicas=group.replica_counts if devices.replicas is None else (),
         pins=fixed.read(),
         quiet=as_json,
@@ -430,7 +430,7 @@ class _Subject:
     cells: "Cells | None"
     budgets: BudgetOptions
     settings: "StepSettings"
-    leaves: tuple[str, ...]
+    allowed: tuple[str, ...]
     replicas: tuple[int, ...]
     pins: "tuple[Pin, ...]"
     quiet: bool
@@ -447,7 +447,7 @@ class _Subject:
             assert self.record is not None
             budgets = self.budgets.of(self.record, self.settings.group)
             found = Question(
-                profile=self.record, settings=self.settings, budgets=budgets, allow=self.leaves
+                profile=self.record, settings=self.settings, budgets=budgets, allow=self.allowed
             )
         return replace(found, replicas=self.replicas, pins=self.pins)
 
@@ -465,7 +465,7 @@ class _Subject:
         if self.cells is None:
             assert self.record is not None
             of_batch = {self.record.workload.batch_size: self.record}
-            asked = (self.budgets, self.settings, global_batch, numbers, self.leaves)
+            asked = (self.budgets, self.settings, global_batch, numbers, self.allowed)
             return about_stages(of_batch, *asked, None)
         with progress(quiet=self.quiet) as report:
             [found] = self.cells.staged(report)
@@ -489,7 +489,7 @@ def _refuse_in_stages(
 def _best_change(answer: "Answer", no_cache: bool, *, quiet: bool) -> "Tried | None":
     """The change that gains most; None after Ctrl-C, for the plan itself is written by then."""
     from protrain_plan.commands.cells import best_change
-    from protrain_plan.planning.questions.kept_answers import AnswerCache
+    from protrain_plan.planning.questions.answer_cache import AnswerCache
 
     with suppress(KeyboardInterrupt), progress(quiet=quiet) as report:
         return best_change(answer, AnswerCache(off=no_cache), report)
@@ -529,7 +529,7 @@ def _show(
     print_result(as_json, data, lambda: text)
 
 
-def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
+def _read(path: str, allowed: tuple[str, ...]) -> "Profile":
     """The profile in a file; ProtrainError for a model, and for --allow without such forms."""
     from protrain_plan.models.presets import names_model
     from protrain_runtime.contract.records import read_profile
@@ -542,7 +542,7 @@ def _read(path: str, leaves: tuple[str, ...]) -> "Profile":
             fix=f"name one (protrain hardware list): protrain plan {path} --on rtx-4090",
         )
     record = read_profile(Path(path))
-    if missing := [leave for leave in leaves if leave not in record.allowed]:
+    if missing := [word for word in allowed if word not in record.allowed]:
         from protrain_plan.checking.rules import profile_command
 
         raise ProtrainError(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.measuring import ProfileRequest
     from protrain_plan.commands.option_records import BudgetOptions
+    from protrain_plan.planning.questions.answer_cache import AnswerCache
     from protrain_plan.planning.questions.answers import Answer, Question
-    from protrain_plan.planning.questions.kept_answers import AnswerCache
     from protrain_plan.planning.search.improving import Effort
     from protrain_plan.planning.stages.answer import Progress, StagesAnswer, StagesQuestion
     from protrain_plan.profiling.estimate_cache import EstimateCache
@@ -131,7 +131,7 @@ def staged_answer(kept: "AnswerCache", asked: Staged) -> "Answer":
         )
         words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
         needed = plain_bytes(base.problem())
-        found = Answer(question=base, solved=solved, binds=words, plain_bytes=needed)
+        found = Answer(question=base, solved=solved, bottleneck=words, plain_bytes=needed)
     kept.keep(found, "stages", asked.question)
     return replace(found, question=asked.about(found))
 

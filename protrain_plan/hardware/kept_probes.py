@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from protrain_plan.cache import Kept
 from protrain_plan.hardware.probe import Watch, host_memory_bytes, processor_name
-from protrain_plan.kept import Kept
 from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.records import dumps_hardware, loads_hardware
 from protrain_runtime.contract.records.hardware import KEPT_PROBE, Hardware

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 
-from protrain_plan.planning.questions.allowance import EXPANDABLE_MOST
+from protrain_plan.planning.questions.allocator_slack import EXPANDABLE_MOST
 from protrain_plan.planning.questions.cells import MEMORY, WORTH
 from protrain_plan.presentation.plans import (
     ALLOCATED,
@@ -98,7 +98,7 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
         about += spared_disk(solved) * solved.uses_disk
     return {
         **facts_of(fit, profile),
-        **fields_of(fit, "verdict", "binds"),
+        **fields_of(fit, "verdict", "bottleneck"),
         "tight": fit.is_tight,
         "reserved_bytes_about": fit.reserved_bytes,
         "budget_bytes": fit.question.budgets.device,
@@ -320,7 +320,7 @@ def grid_text(
     if shown:
         bill = _table(rows, [one.head for one in shown], lambda w: [one.text(w) for one in shown])
         parts += [bill, ""]
-    answered = [row for row in rows if "binds" in row]
+    answered = [row for row in rows if "bottleneck" in row]
     lines: list[str] = []
     for row in answered:
         where = f"{cell_text(row)}: " * (len(answered) > 1)
@@ -345,13 +345,13 @@ def grid_text(
 def _limits(row: Row) -> list[str]:
     """Say what limits a cell, and which change helps most."""
     if not row.get("peak_bytes"):
-        return [row["binds"], f"to make it fit, {row['advice'][0]}"]
+        return [row["bottleneck"], f"to make it fit, {row['advice'][0]}"]
     if row["pipeline"]:
-        return [row["binds"]]
+        return [row["bottleneck"]]
     best = row.get("best_change")
     gained = best and (best["change"], row["tokens_per_second"], best["tokens_per_second"])
     sizes = row["peak_bytes"], row["plain_device_bytes"], row["budget_bytes"]
-    return [f"limited by {row['binds']}", change_text(*sizes, gained=gained)]
+    return [f"limited by {row['bottleneck']}", change_text(*sizes, gained=gained)]
 
 
 def columns_text(columns: Sequence[str]) -> list[str]:

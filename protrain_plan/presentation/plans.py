@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 
 from protrain_plan.planning.outcome import STAGES
-from protrain_plan.planning.questions.allowance import EXPANDABLE_MEDIAN, MEDIAN, is_unknown
+from protrain_plan.planning.questions.allocator_slack import EXPANDABLE_MEDIAN, MEDIAN, is_unknown
 from protrain_plan.presentation.profiles import caveats, compiled_text, repeats
 from protrain_plan.presentation.terminal import Text, fields_of, table_of, wrote
 from protrain_plan.simulation.report import in_words as report_in_words
@@ -56,7 +56,7 @@ def other_results(plan: Plan) -> list[str]:
     lines: list[str] = []
     if plan.allowed:
         how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
-        forms = [name for name, form in FORMS.items() if form.leave and name in plan.forms]
+        forms = [name for name, form in FORMS.items() if form.opt_in and name in plan.forms]
         what = [f"activations in {listed(forms, 'and')}"] if forms else []
         what += ["reductions in every micro-batch"] * plan.settings.adds_shards
         lines.append(

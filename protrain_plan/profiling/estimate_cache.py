@@ -13,7 +13,7 @@ import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from protrain_plan.kept import Kept
+from protrain_plan.cache import Kept
 from protrain_plan.models.presets import JsonObject
 from protrain_plan.profiling.tally import Tally, dumps_tally, loads_tally
 from protrain_runtime.contract.errors import RecordError

@@ -11,7 +11,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from protrain_plan.kept import installed
+from protrain_plan.cache import installed
 from protrain_plan.models.presets import preset_names
 from protrain_plan.profiling.estimate_cache import EstimateRequest
 from protrain_plan.profiling.tally import Tally, read_tally

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from protrain_plan.cache import dumped, loaded
 from protrain_plan.hardware.kernels import Work
-from protrain_plan.kept import dumped, loaded
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.hardware import Device, Hardware, Rates, is_accelerator

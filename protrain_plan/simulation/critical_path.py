@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from protrain_plan.simulation.timeline import Span, Timeline
-from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.program.effects import BoundProgram
 from protrain_runtime.contract.program.program import COMPUTE
 
 if TYPE_CHECKING:

@@ -11,53 +11,53 @@ for the directions that may run beside compute.
 
 from collections.abc import Sequence
 
-from protrain_runtime.contract.program.program import NETWORK, UPDATES, Way
+from protrain_runtime.contract.program.program import NETWORK, UPDATES, Channel
 from protrain_runtime.contract.records.hardware import Contention, Hardware
 
 
-def contention(hardware: Hardware, way: Way) -> Contention:
-    """The fractions that compute and a lane of this way keep while both run."""
-    if way == NETWORK:
+def contention(hardware: Hardware, channel: Channel) -> Contention:
+    """The fractions that compute and a lane of this channel keep while both run."""
+    if channel == NETWORK:
         assert hardware.interconnect, "its moves take time, which this says"
         return hardware.interconnect.contention
-    if way == UPDATES:
+    if channel == UPDATES:
         return hardware.update_contention
-    return hardware.read_contention if way.inwards else hardware.write_contention
+    return hardware.read_contention if channel.inwards else hardware.write_contention
 
 
 def rates(
-    hardware: Hardware, running: Sequence[Way], *, computing: bool
+    hardware: Hardware, running: Sequence[Channel], *, computing: bool
 ) -> tuple[float, list[float]]:
-    """The rates of compute, and of lanes of these ways, while all of them run."""
+    """The rates of compute, and of lanes of these channels, while all of them run."""
     compute = 1.0
     if computing:
-        for way in dict.fromkeys(running):
-            if way.link != "device":
-                compute *= contention(hardware, way).compute
-    links = {way.link for way in running if way.tier or way == NETWORK}
+        for channel in dict.fromkeys(running):
+            if channel.link != "device":
+                compute *= contention(hardware, channel).compute
+    links = {channel.link for channel in running if channel.tier or channel == NETWORK}
     crossed = hardware.interconnect if "network" in links and len(links) > 1 else None
     lanes: list[float] = []
-    for way in running:
-        if way.link == "device":
+    for channel in running:
+        if channel.link == "device":
             lanes.append(compute * 0.5 if computing else compute)
             continue
-        rate = 1.0 / running.count(way)
-        if way.tier and way._replace(inwards=not way.inwards) in running:
-            rate *= hardware.tier(way.tier).link.duplex
-        if crossed and way.link in links:
+        rate = 1.0 / running.count(channel)
+        if channel.tier and channel._replace(inwards=not channel.inwards) in running:
+            rate *= hardware.tier(channel.tier).link.duplex
+        if crossed and channel.link in links:
             rate *= crossed.link_share
-        lanes.append(rate * contention(hardware, way).lane if computing else rate)
-    if computing and any(way.link == "device" for way in running):
+        lanes.append(rate * contention(hardware, channel).lane if computing else rate)
+    if computing and any(channel.link == "device" for channel in running):
         compute *= 0.5
     return compute, lanes
 
 
-def slowed(hardware: Hardware, one: Way, other: Way) -> float:
+def slowed(hardware: Hardware, one: Channel, other: Channel) -> float:
     """Seconds that one second of both at once adds to each."""
     return 1 / rates(hardware, (one, other), computing=False)[1][0] - 1
 
 
-def crossing(hardware: Hardware, one: Way, other: Way) -> float:
+def crossing(hardware: Hardware, one: Channel, other: Channel) -> float:
     """Seconds that a second of one lane takes of the other's.
 
     Exact where both keep at least half of their speed, optimistic below.

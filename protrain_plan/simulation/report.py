@@ -6,7 +6,7 @@ from typing import assert_never
 
 from protrain_plan.simulation.critical_path import PathPart, critical_path
 from protrain_plan.simulation.timeline import Stall, simulate
-from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.program.effects import BoundProgram
 from protrain_runtime.contract.program.memory import SlotBytes, device_bytes, peak_bytes
 from protrain_runtime.contract.program.program import COMPUTE, Move, MoveKind, slot_words
 from protrain_runtime.contract.records.plan import Plan, TierBytes

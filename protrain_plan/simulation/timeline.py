@@ -17,7 +17,7 @@ from typing import Literal
 
 from protrain_plan.simulation.group import collective_seconds
 from protrain_plan.simulation.rates import rates
-from protrain_runtime.contract.program.implications import BoundProgram, update_seconds
+from protrain_runtime.contract.program.effects import BoundProgram, update_seconds
 from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE
 from protrain_runtime.contract.records.hardware import is_accelerator
 
@@ -88,7 +88,7 @@ def _work(program: BoundProgram) -> list[float]:
                 seconds = update_seconds(profile.optimizer, count, on_device=tier == "device")
             else:
                 assert tier is not None and tier != "device", "others have no link"
-                link, inwards = profile.hardware.tier(tier).link, move.lane.way.inwards
+                link, inwards = profile.hardware.tier(tier).link, move.lane.channel.inwards
                 bytes_per_s = link.read_bytes_per_s if inwards else link.write_bytes_per_s
                 seconds = link.latency_s + move.bytes / bytes_per_s
             known[like] = seconds
@@ -369,9 +369,9 @@ class _Simulation:
         found = known.get(self.bits)
         if found is None:
             running = [n for n in range(len(self.lanes)) if self.bits >> n & 1]
-            ways = [self.lanes[n].way for n in running]
+            channels = [self.lanes[n].channel for n in running]
             hardware, computing = self.program.profile.hardware, compute_left is not None
-            compute, of_lanes = rates(hardware, ways, computing=computing)
+            compute, of_lanes = rates(hardware, channels, computing=computing)
             found = known[self.bits] = compute, tuple(zip(running, of_lanes, strict=True))
         compute, lanes = found
         left = self.left

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from protrain_plan.simulation.group import profile_for
 from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.implications import Implications
-from protrain_runtime.contract.program.program import Program, Way
+from protrain_runtime.contract.program.effects import Implications
+from protrain_runtime.contract.program.program import Channel, Program
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import format_bytes
@@ -73,4 +73,4 @@ def wear_lines(plan: Plan, profile: Profile) -> list[str]:
 
 def _to_disk(program: Program) -> int:
     """Bytes that moves take to the disk."""
-    return sum(move.bytes for move in program.moves if move.lane.way == Way("disk"))
+    return sum(move.bytes for move in program.moves if move.lane.channel == Channel("disk"))

@@ -53,7 +53,7 @@ from protrain_runtime.devices.preflight import (
     warn_of_threads,
 )
 from protrain_runtime.devices.stores import Store, Stores, in_rows
-from protrain_runtime.devices.turns import watch_zero_grad
+from protrain_runtime.devices.thread_guard import watch_zero_grad
 from protrain_runtime.diagnostics.checking import Check as PlainCopy
 from protrain_runtime.diagnostics.matching import (
     check_devices,
@@ -94,7 +94,7 @@ from protrain_runtime.states.absent import (
 )
 from protrain_runtime.states.chunk_layouts import make_chunks, unit_parameters
 from protrain_runtime.states.chunks import Chunk, read_values
-from protrain_runtime.states.known_optimizers import in_turn
+from protrain_runtime.states.known_optimizers import guarded
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.quantized import (
@@ -227,7 +227,7 @@ def _facade(
     else:
         make = optimizer
     master = plan.workload.precision == "master"
-    factory = with_master_weights(in_turn(make)) if master else in_turn(make)
+    factory = with_master_weights(guarded(make)) if master else guarded(make)
     facade = PlannedOptimizer(factory, model, param_groups)
     if master:
         # An optimizer that cannot step on masters batch by batch, as all plans do, is refused.
@@ -506,13 +506,13 @@ def _attach(
         if unit.activations.form != "keep" and module is not None:
             undo.append(wrap_forward(module, unit.activations.form))
     names = [unit.name for unit in plan.units]
-    boundaries = Boundaries(model, modules, engine, names=names, turns=engine.turns)
+    boundaries = Boundaries(model, modules, engine, names=names, thread_guard=engine.thread_guard)
     engine.boundaries = weakref.ref(boundaries)
     prepared.unchanged = UnchangedModel(model, chunks)
     engine.unchanged = weakref.ref(prepared.unchanged)
     undo.append(refuse_conversions(model))
     undo.append(refuse_wrapping(model))
-    undo.append(watch_zero_grad(model, engine.turns))
+    undo.append(watch_zero_grad(model, engine.thread_guard))
     undo.append(boundaries.remove)
     undo.append(refuse_larger_batches(model, plan.workload))
     add_state_dict_hooks(model, chunks, engine, undo)

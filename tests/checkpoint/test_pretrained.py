@@ -17,7 +17,7 @@ from tests.support.faults import file_limit
 from tests.support.messages import Speaker
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
-from tests.support.ranks_loops import in_turn
+from tests.support.ranks_loops import guarded
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -126,7 +126,7 @@ def test_peft_reads_adapters_alone(packs: bool, tmp_path: Path) -> None:
 
 def saving(rank: int, count: int, folder: Path) -> Any:
     subject = CATALOGUE["llama-tied"]
-    units = in_turn(
+    units = guarded(
         "llama-tied",
         *(PERSISTENT, Placement(tier="device"), Placement(tier="host"), Placement(tier="disk")),
     )

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from protrain_plan import kept as kept_files
+from protrain_plan import cache as kept_files
+from protrain_plan.cache import SWITCH
 from protrain_plan.commands.answering import BestBatch, Fitting, ask
 from protrain_plan.commands.cells import Cells, Row, answered
 from protrain_plan.commands.option_records import BudgetOptions, WorkloadOptions
 from protrain_plan.hardware.offers import offer
-from protrain_plan.kept import SWITCH
 from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin
 from protrain_plan.planning.outcome import Solved
+from protrain_plan.planning.questions.answer_cache import AnswerCache
 from protrain_plan.planning.questions.answers import Answer, Objective, Point, Question
 from protrain_plan.planning.questions.cells import Cell, with_resource
 from protrain_plan.planning.questions.growth import in_proportion
-from protrain_plan.planning.questions.kept_answers import AnswerCache
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.estimate_cache import EstimateCache
 from protrain_runtime.contract.records import write_profile

@@ -38,7 +38,7 @@ def test_fit_says_what_fits_with_a_plan_and_what_binds(machines: list[str], tmp_
         assert cell["peak_bytes"]["device"] + cell["peak_bytes"]["context"] <= 1200 * 2**20
         tokens = cell["batch_size"] * cell["seq_len"]
         assert cell["tokens_per_second"] == pytest.approx(tokens / cell["step_seconds"])
-        assert cell["binds"]
+        assert cell["bottleneck"]
 
 
 def printed_list(folder: Path, *arguments: object) -> list[dict[str, Any]]:
@@ -249,7 +249,7 @@ def test_a_sweep_is_a_line_of_answers(tmp_path: Path) -> None:
         {"device": 1200 * 2**20},
     ]
     assert small["verdict"] == "does not fit"
-    assert "more device memory, in " in small["binds"]
+    assert "more device memory, in " in small["bottleneck"]
     assert large["tokens_per_second"] == pytest.approx(120 * 256 / large["step_seconds"])
 
 

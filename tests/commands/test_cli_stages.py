@@ -225,7 +225,7 @@ def test_fit_finds_stages(tmp_path: Path) -> None:
     [cell] = told("fit", "tiny-llama", *asked, folder=tmp_path)
     assert len(cell["pipeline"]["stages"]) == cell["num_devices"] == 2
     assert cell["tokens_per_second"] == 2 * 128 / cell["step_seconds"]
-    assert "times as fast as one stage" in cell["binds"]
+    assert "times as fast as one stage" in cell["bottleneck"]
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from protrain_plan.cache import SWITCH
 from protrain_plan.hardware.kept_probes import ProbeCache
 from protrain_plan.hardware.probe import BRIEF, Watch
-from protrain_plan.kept import SWITCH
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.presentation.profiles import caveats
 from protrain_plan.profiling.measured import _optimizer

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.allowance import (
+from protrain_plan.planning.questions.allocator_slack import (
     EXPANDABLE_MOST,
     EXPANDABLE_PAIRS,
     default_device_bytes,

@@ -55,7 +55,7 @@ def test_leave_is_taken_where_it_is_faster_or_fits_at_all(seed: int) -> None:
         with_leave, exact = (planned_with(profile, size + besides, allow) for allow in (LEAVE, ()))
         plan = solved(with_leave).plan
         assert plan.prediction.lower_bound_seconds <= plan.prediction.step_seconds
-        forms = {FORMS[form].leave for form in plan.forms} - {""}
+        forms = {FORMS[form].opt_in for form in plan.forms} - {""}
         assert set(plan.allowed) == forms and (plan.exactness == "approximate") == bool(forms)
         if isinstance(exact, Infeasible):
             assert size < least

@@ -9,7 +9,7 @@ from math import inf
 import pytest
 
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.questions.allowance import default_device_bytes, headroom_bytes
+from protrain_plan.planning.questions.allocator_slack import default_device_bytes, headroom_bytes
 from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_plan.planning.questions.cells import (
     LANES,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from protrain_plan import kept as kept_files
+from protrain_plan import cache as kept_files
+from protrain_plan.cache import SWITCH
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.kept import SWITCH
 from protrain_plan.models.presets import JsonObject, read_config
 from protrain_plan.profiling import estimate_cache
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest

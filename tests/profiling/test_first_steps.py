@@ -66,11 +66,11 @@ def second_step_bytes(kind: Any, shapes: Iterable[tuple[int, ...]]) -> int:
 class TwoRules(torch.optim.Optimizer):
     """Matrices by one rule and all else by another, in one `step` whose names outlive their use.
 
-    in_turn   parameters come as they come; else all of one rule before all of the other
+    guarded   parameters come as they come; else all of one rule before all of the other
     vectors_first, in_attributes  which rule is first, and whether `self` has names, too
     """
 
-    in_turn = vectors_first = in_attributes = False
+    guarded = vectors_first = in_attributes = False
 
     def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
         self.names: tuple[Any, ...] = ()
@@ -79,7 +79,7 @@ class TwoRules(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if not self.in_turn:
+        if not self.guarded:
             parameters.sort(key=lambda p: (p.dim() == 2) is self.vectors_first)
         for p in parameters:
             state = self.state[p]
@@ -102,7 +102,7 @@ class TwoRules(torch.optim.Optimizer):
 
 
 RULES = [
-    dict(zip(("in_turn", "vectors_first", "in_attributes"), flags, strict=True))
+    dict(zip(("guarded", "vectors_first", "in_attributes"), flags, strict=True))
     for flags in itertools.product((False, True), repeat=3)
 ]
 TWO_RULES = [

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from protrain_plan.cache import SWITCH
 from protrain_plan.commands.option_records import WorkloadOptions
 from protrain_plan.hardware.catalogue import load_hardware
-from protrain_plan.kept import SWITCH
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.shipped import shipped
 from protrain_plan.profiling.tally import dumps_tally
@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("contract/units",),
     ("contract/records",),
     ("contract/program",),
-    ("__init__", "kept", "simulation", "runtime/devices", "isolated"),
+    ("__init__", "cache", "simulation", "runtime/devices", "isolated"),
     ("runtime/ranks",),
     ("runtime/states",),
     ("runtime/activations",),

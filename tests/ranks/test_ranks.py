@@ -45,7 +45,7 @@ from tests.support.ranks_loops import (
     Loop,
     assert_as_ddp,
     assert_rows,
-    in_turn,
+    guarded,
     numbered,
     several,
 )
@@ -58,16 +58,16 @@ def everywhere(name: str) -> list[tuple[UnitPlan, ...]]:
 
 
 def turn(name: str) -> list[tuple[UnitPlan, ...]]:
-    return [in_turn(name, *PLACES)]
+    return [guarded(name, *PLACES)]
 
 
 def loss_in_place(name: str) -> list[tuple[UnitPlan, ...]]:
-    *others, last = in_turn(name, *PLACES)
+    *others, last = guarded(name, *PLACES)
     return [(*others, replace(last, activations=Activations(form="in place")))]
 
 
 def compiled(name: str) -> list[tuple[UnitPlan, ...]]:
-    units = in_turn(name, PERSISTENT, Placement(tier="device"), Placement(tier="disk"))
+    units = guarded(name, PERSISTENT, Placement(tier="device"), Placement(tier="disk"))
     moved = [
         replace(unit, activations=RECOMPUTE if number % 2 else Activations(tier="disk"))
         if unit.kind == "block"

@@ -31,7 +31,7 @@ from tests.support.ranks_loops import (
     RanksRun,
     ddp,
     differing,
-    in_turn,
+    guarded,
     planned,
     played,
     several,
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Loop, float, bool]] = {
 )
 def test_ranks_match_fsdp_that_reduces_every_micro_batch(name: str, tmp_path: Path) -> None:
     loop, tolerance, _ = CASES[name]
-    units = [in_turn(loop.name, *SHARED), in_turn(loop.name, *reversed(SHARED), PERSISTENT)]
+    units = [guarded(loop.name, *SHARED), guarded(loop.name, *reversed(SHARED), PERSISTENT)]
     units += [decided(described(loop.name), RECOMPUTE, SHARED[0], FRACTIONAL[0])]
     plans = [sharing(loop, each) for each in units]
     plans += [with_settings(plans[0], updates="after backward")]
@@ -181,7 +181,7 @@ def compared_edited(rank: int, count: int, loop: Loop, plan: Plan, spill: Path) 
 
 def test_sums_that_are_edited_between_micro_batches_are_those_of_fsdp(tmp_path: Path) -> None:
     loop = Loop("llama", micro_batches=3)
-    plan = sharing(loop, in_turn("llama", *SHARED), updates="after backward")
+    plan = sharing(loop, guarded("llama", *SHARED), updates="after backward")
     assert run_ranks(compared_edited, 2, tmp_path, loop, plan, tmp_path) == [[], []]
 
 
@@ -194,7 +194,7 @@ def differs_from_ddp(rank: int, count: int, loop: Loop, plan: Plan, spill: Path)
 def test_sums_are_not_those_of_whole_gradients(tmp_path: Path) -> None:
     """So a plan says that it is not exact, and asks for leave."""
     loop = Loop("llama", micro_batches=3)
-    plan = sharing(loop, in_turn("llama", *SHARED)).regraded()
+    plan = sharing(loop, guarded("llama", *SHARED)).regraded()
     assert run_ranks(differs_from_ddp, 2, tmp_path, loop, plan, tmp_path) == [True, True]
     assert (plan.exact, plan.exactness, plan.allowed) == (False, "rounding", ("rounding",))
     assert other_results(plan) == [

@@ -29,7 +29,7 @@ from protrain_runtime.contract.records import (
     loads_plan,
     loads_profile,
 )
-from protrain_runtime.contract.records.forms import FORMS, leaves_of
+from protrain_runtime.contract.records.forms import FORMS, opt_ins_of
 from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Activations, Placement, Plan
 from protrain_runtime.contract.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
@@ -320,7 +320,7 @@ def test_compiled_blocks_train_when_the_message_is_followed(
 
 
 def edited(form: str) -> Plan:
-    exactness, allowed = FORMS[form].exactness, leaves_of([form])
+    exactness, allowed = FORMS[form].exactness, opt_ins_of([form])
     exact = exactness == "bitwise"
     asked = tried(Activations(form=form), exact=exact, exactness=exactness, allowed=allowed)
     return asked.planned_for(build("llama"))

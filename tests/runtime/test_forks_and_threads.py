@@ -32,7 +32,7 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.devices.device import on_host
 from protrain_runtime.devices.lanes import OWN_THREADS, nothing
-from protrain_runtime.devices.turns import TurnError
+from protrain_runtime.devices.thread_guard import ThreadGuardError
 from tests.support.cards import every_device
 from tests.support.forked import CONTEXT
 from tests.support.runtime_cases import (
@@ -137,7 +137,7 @@ def refusals(run: Run) -> dict[str, str]:
     for name, use in USES.items():
         try:
             use(run)
-        except TurnError as error:
+        except ThreadGuardError as error:
             found[name] = error.message
         except Exception as error:  # noqa: BLE001 - compared by the test
             found[name] = repr(error)
@@ -167,7 +167,7 @@ def forks(folder: Path) -> None:
 
     # Between forward and backward: the graph is there in the fork, and what it needs is not.
     loss = run.loss(2)
-    said = in_fork(lambda: refusal(loss.backward, TurnError).message)
+    said = in_fork(lambda: refusal(loss.backward, ThreadGuardError).message)
     assert said.startswith("backward ran in a forked process")
     assert "in a forked process" in in_fork(partial(refusals, run))["step"]
     loss.backward()
@@ -198,7 +198,7 @@ def resident(folder: Path) -> None:
     def look() -> list[Any]:
         state = run.model.state_dict()
         run.look(1)
-        with pytest.raises(TurnError, match="the model was called in a forked process"):
+        with pytest.raises(ThreadGuardError, match="the model was called in a forked process"):
             run.loss(1)
         return [len(state), total()]
 
@@ -281,13 +281,13 @@ def refused_all(run: Run, doing: str) -> None:
     """Every use in a second thread is refused, with one error that names the first."""
     for name, use in USES.items():
         error = in_thread(partial(use, run))
-        assert isinstance(error, TurnError), (name, error)
+        assert isinstance(error, ThreadGuardError), (name, error)
         told = (
             f" in thread 'second' while {doing} is under way in thread 'MainThread': a model under"
         )
         assert told in error.message, name
     for drop in (run.model.zero_grad, run.optimizer.zero_grad):
-        assert isinstance(in_thread(drop), TurnError)
+        assert isinstance(in_thread(drop), ThreadGuardError)
 
 
 PLACES = (0, UNITS - 1, UNITS, 2 * UNITS - 2)
@@ -361,14 +361,14 @@ def test_a_step_that_was_dropped_is_in_nobody_s_way(tmp_path: Path) -> None:
     run.step(0)
 
     loss: torch.Tensor | None = run.loss(8)
-    assert isinstance(in_thread(partial(run.step, 1)), TurnError)
+    assert isinstance(in_thread(partial(run.step, 1)), ThreadGuardError)
     loss = None
     assert in_thread(partial(run.step, 1)) is None
 
     loss = run.loss(8)
     loss.backward()
     loss = None
-    assert isinstance(in_thread(partial(run.step, 2)), TurnError)
+    assert isinstance(in_thread(partial(run.step, 2)), ThreadGuardError)
     run.model.zero_grad()
     assert in_thread(partial(run.step, 2)) is None
 
@@ -392,7 +392,7 @@ def test_threads_that_race_train_the_steps_that_were_let_in(tmp_path: Path) -> N
                     try:
                         loss = run.loss(number)
                         break
-                    except TurnError:
+                    except ThreadGuardError:
                         refused.append(number)
                         time.sleep(1e-3)  # else it keeps the other's step from the interpreter
                 loss.backward()
@@ -432,7 +432,7 @@ def test_a_state_dict_that_a_step_came_into_is_refused(tmp_path: Path) -> None:
     run.step(1)
     trained.set()
     reader.join(PATIENCE_S)
-    assert isinstance(raised[0], TurnError)
+    assert isinstance(raised[0], ThreadGuardError)
     assert raised[0].message.startswith("another thread trained while state_dict() was called")
     assert_trained(run, 0, 1)
 
@@ -492,7 +492,7 @@ def test_a_step_waits_for_no_checkpoint_and_is_refused_meanwhile(tmp_path: Path)
     hook.remove()
     average.update()
     (error,) = errors
-    assert isinstance(error, TurnError)
+    assert isinstance(error, ThreadGuardError)
     assert "while optimizer.state_dict() is under way in thread 'MainThread'" in error.message
     run.step(1)
     assert_trained(run, 0, 1)
@@ -510,7 +510,7 @@ def test_a_block_that_another_thread_calls_is_refused(tmp_path: Path) -> None:
 
     run.engine.observer = observe
     run.step(0)
-    assert isinstance(errors[0], TurnError)
+    assert isinstance(errors[0], ThreadGuardError)
     assert errors[0].message.startswith(f"'{name}' was called in thread 'second' while the model's")
     assert_trained(run, 0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain_plan.commands.options import leaves_named
+from protrain_plan.commands.options import opt_ins_named
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Solved
@@ -130,8 +130,8 @@ def test_without_leave_it_is_no_option(profile: Profile, assert_says: Speaker) -
 def test_a_name_of_no_such_option_is_refused(
     registered: Callable[[], None], assert_says: Speaker
 ) -> None:
-    assert leaves_named(["half-activations"] * 2) == LEAVE
-    assert_says.refused(leaves_named, ["hall-activations"])
+    assert opt_ins_named(["half-activations"] * 2) == LEAVE
+    assert_says.refused(opt_ins_named, ["hall-activations"])
 
 
 def test_a_plan_that_uses_it_cannot_say_that_it_is_exact(profile: Profile) -> None:

@@ -15,7 +15,7 @@ from protrain_plan.simulation.critical_path import critical_path, waits_of
 from protrain_plan.simulation.report import in_words, report
 from protrain_plan.simulation.timeline import first_step_seconds, simulate, simulated_seconds
 from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.implications import BoundProgram, Implications
+from protrain_runtime.contract.program.effects import BoundProgram, Implications
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.records.hardware import Contention, Hardware, Link, Tier
 from protrain_runtime.contract.records.plan import (

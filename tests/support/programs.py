@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.implications import BoundProgram, Implications
+from protrain_runtime.contract.program.effects import BoundProgram, Implications
 from protrain_runtime.contract.records.plan import StepSettings, UnitPlan, Updates
 from protrain_runtime.contract.records.profile import Profile
 

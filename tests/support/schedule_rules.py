@@ -18,7 +18,7 @@ from typing import NamedTuple
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.search.evaluation import plans_of, step_seconds
 from protrain_plan.planning.search.pacing import first_fraction, late_units, schedule_of
-from protrain_runtime.contract.program.implications import Fetch
+from protrain_runtime.contract.program.effects import Fetch
 from protrain_runtime.contract.records.plan import Schedule
 
 

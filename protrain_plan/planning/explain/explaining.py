@@ -28,7 +28,7 @@ from protrain_plan.planning.model.problem import Choice, Problem, misfit
 from protrain_plan.planning.outcome import SearchStage
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.implications import ActivationOption, StateOption
+from protrain_runtime.contract.program.effects import ActivationOption, StateOption
 from protrain_runtime.contract.program.memory import evaluation_bytes
 from protrain_runtime.contract.program.program import LAUNCHES, slot_words, unit_words
 from protrain_runtime.contract.records.decisions import WORDINGS
@@ -319,7 +319,7 @@ def _shares(model: Fluid) -> dict[str, float]:
     for phase in model.phases:
         for flow in phase.flows.values():
             lanes.update(
-                (variable.name, str(flow.way)) for variable in (*flow.stall, *flow.compute)
+                (variable.name, str(flow.channel)) for variable in (*flow.stall, *flow.compute)
             )
     gradients = {
         y.name: f"spill {state.gradients.tier}" if state.gradients else "collect"

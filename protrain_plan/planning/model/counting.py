@@ -27,14 +27,14 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import LinearProgram, Solution, Stopped
 from protrain_plan.simulation.rates import crossing
-from protrain_runtime.contract.program.implications import (
+from protrain_runtime.contract.program.effects import (
     NO_STAGING,
     ActivationOption,
     StateOption,
     standing_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import Lane, Way
+from protrain_runtime.contract.program.program import Channel, Lane
 from protrain_runtime.contract.records.hardware import is_accelerator
 
 SLACK = 1e-7
@@ -224,10 +224,10 @@ class CountProgram(LinearModel):
             if isinstance(option, StateOption) and not option.decision.update_on_device:
                 for lane, taken in self.problem.lane_seconds.moved_states(option).items():
                     if isinstance(lane, Lane):  # of states, which share the link
-                        shared[lane.way].append((number, taken / self.second_unit))
+                        shared[lane.channel].append((number, taken / self.second_unit))
         for tier in hardware.tiers:
-            ways = Way(tier.name, True), Way(tier.name)
-            for first, second in (ways, ways[::-1]):
+            channels = Channel(tier.name, True), Channel(tier.name)
+            for first, second in (channels, channels[::-1]):
                 k = crossing(hardware, first, second)
                 crossed = [(variable, k * taken) for variable, taken in shared[second]]
                 self.row(f"link_{first}".replace(" ", "_"), [*shared[first], *crossed, step], LE)

@@ -12,14 +12,14 @@ import pulp
 
 from protrain_plan.planning.model.problem import SAFE, Problem
 from protrain_plan.planning.model.solver import Stopped, solve
-from protrain_runtime.contract.program.implications import (
+from protrain_runtime.contract.program.effects import (
     NO_STAGING,
     ActivationOption,
     StateOption,
     staging_parts,
 )
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import PASSING_BYTES, Lane, Way
+from protrain_runtime.contract.program.program import PASSING_BYTES, Channel, Lane
 from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.files import replace_text
 from protrain_runtime.contract.records.hardware import TierName, is_accelerator
@@ -130,10 +130,10 @@ class LinearModel:
                     terms.append((self.used("passes", on_disk), PASSING_BYTES / self.byte_unit))
             self.row(f"budget_{tier}", terms, LE, limit / self.byte_unit)
 
-    def busy(self, second_unit: float = 1.0) -> dict[Way | Lane | str, Terms]:
+    def busy(self, second_unit: float = 1.0) -> dict[Channel | Lane | str, Terms]:
         """The seconds that decisions take of each lane at least."""
         lanes, last = self.problem.lane_seconds, (self.problem.count - 1,)
-        busy: dict[Way | Lane | str, Terms] = {lane: [] for lane in lanes.lanes}
+        busy: dict[Channel | Lane | str, Terms] = {lane: [] for lane in lanes.lanes}
         for option, number, units in self.each():
             if isinstance(option, StateOption):
                 seconds = lanes.of_states(option)

@@ -48,7 +48,7 @@ from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionMode
 from protrain_plan.planning.model.problem import SAFE, Problem
 from protrain_plan.planning.model.solver import Stopped, solve
 from protrain_plan.simulation.rates import contention, crossing, rates
-from protrain_runtime.contract.program.program import NETWORK, UPDATE_ON_DEVICE, UPDATES, Way
+from protrain_runtime.contract.program.program import NETWORK, UPDATE_ON_DEVICE, UPDATES, Channel
 from protrain_runtime.contract.records.hardware import is_accelerator
 
 
@@ -81,7 +81,7 @@ class Flow:
     `rate` turns its unit (bytes / M, or seconds) into fractions of the plain compute time.
     """
 
-    way: Way
+    channel: Channel
     ahead: bool
     stall: list[pulp.LpVariable]
     compute: list[pulp.LpVariable]
@@ -92,12 +92,12 @@ class Flow:
     amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))  # of a window
 
 
-Weighted = tuple[tuple[Way, float], ...]
+Weighted = tuple[tuple[Channel, float], ...]
 """Ways of lanes, with what a second of each counts."""
 
 
-def _word(way: Way) -> str:
-    return str(way).replace(" ", "_")
+def _word(channel: Channel) -> str:
+    return str(channel).replace(" ", "_")
 
 
 class ForwardBackward:
@@ -118,8 +118,8 @@ class ForwardBackward:
         self.hardware = self.problem.profile.hardware
         # What runs beside compute, but for updates on the device, which take turns with it.
         tiers = self.hardware.tiers
-        self.ways = [Way(tier.name, inwards) for tier in tiers for inwards in (True, False)]
-        self.ways += [UPDATES] * bool(tiers) + [NETWORK] * self.several
+        self.channels = [Channel(tier.name, inwards) for tier in tiers for inwards in (True, False)]
+        self.channels += [UPDATES] * bool(tiers) + [NETWORK] * self.several
         self.on_device = updating and any(
             o.decision.update_on_device for _, o, _ in model.each_state()
         )
@@ -161,28 +161,34 @@ class ForwardBackward:
         return self.model.row(f"{self.prefix}{name}", terms, sense, right)
 
     def _add_flow(
-        self, name: str, way: Way, names: str, *, ahead: bool = False, per_byte: float | None = None
+        self,
+        name: str,
+        channel: Channel,
+        names: str,
+        *,
+        ahead: bool = False,
+        per_byte: float | None = None,
     ) -> None:
-        """Add work on the lanes of a way; updates are counted in seconds, all else in bytes."""
-        if way.tier:
-            per_byte = self.problem.lane_seconds.per_byte[way]
+        """Add work on the lanes of a channel; updates are counted in seconds, all else in bytes."""
+        if channel.tier:
+            per_byte = self.problem.lane_seconds.per_byte[channel]
         rate = 1.0 if per_byte is None else self.byte_unit * per_byte / self.second_unit
         stall, compute, waiting = map(self.per_window, names.split())
         every = list(waiting)
         for number, window in enumerate(self.windows):
             if len(window) > 1:
                 every[number] = self.variable(f"{names.split()[2]}_all_{self.name(number)}")
-        self.flows[name] = Flow(way, ahead, stall, compute, waiting, every, rate)
+        self.flows[name] = Flow(channel, ahead, stall, compute, waiting, every, rate)
 
-    def on(self, way: Way) -> list[Flow]:
-        """The flows on the lanes of a way."""
-        return [flow for flow in self.flows.values() if flow.way == way]
+    def on(self, channel: Channel) -> list[Flow]:
+        """The flows on the lanes of a channel."""
+        return [flow for flow in self.flows.values() if flow.channel == channel]
 
     def _add_flows(self) -> None:
         """Add fetches for slots, and what slots leave to be moved, read, updated, written."""
         tiers, several = [tier.name for tier in self.hardware.tiers], self.several
         for name in tiers:
-            inwards, outwards = Way(name, True), Way(name)
+            inwards, outwards = Channel(name, True), Channel(name)
             self._add_flow(name, inwards, f"hs_{name} hc_{name} J_{name}", ahead=True)
             self._add_flow(f"leave_{name}", outwards, f"os_{name} oc_{name} Q_{name}")
             if name == "disk" and self.updating:
@@ -192,13 +198,13 @@ class ForwardBackward:
                 self._add_flow(ON_DEVICE.read, inwards, "rs_host rc_host R_host")
                 self._add_flow(ON_DEVICE.write, outwards, "ws_host wc_host W_host")
                 words = "us_device uc_device P_device"
-                self._add_flow(ON_DEVICE.update, UPDATE_ON_DEVICE.way, words)
+                self._add_flow(ON_DEVICE.update, UPDATE_ON_DEVICE.channel, words)
         if tiers:
             self._add_flow("up", UPDATES, "us uc P")
         # The shards that tiers hold, what is gathered from all ranks, and reduced over them.
         for name in tiers if several else ():
             words = f"ks_{name} kc_{name} K_{name}"
-            self._add_flow(f"{name}_shards", Way(name, True), words, ahead=True)
+            self._add_flow(f"{name}_shards", Channel(name, True), words, ahead=True)
         if several:
             self._add_flow("ranks", NETWORK, "ns nc N", ahead=True, per_byte=self.network.gathered)
         if several and (self.updating or self.problem.settings.adds_shards):
@@ -302,17 +308,17 @@ class ForwardBackward:
 
     def _add_lanes(self) -> None:
         """During a stall a lane does no more than its time; lanes that share a link share it."""
-        every: list[Weighted] = [((way, 1.0),) for way in self.ways if not way.tier]
+        every: list[Weighted] = [((channel, 1.0),) for channel in self.channels if not channel.tier]
         if self.on_device:
-            every.append(((UPDATE_ON_DEVICE.way, 1.0),))
+            every.append(((UPDATE_ON_DEVICE.channel, 1.0),))
         every += [works for link in self._shared() for works in link]
         for number, works in enumerate(every):
             name = f"{_word(works[0][0])}_{number}"
             for t in range(self.last + 1):
                 terms = [
                     (flow.stall[t], factor * flow.rate)
-                    for way, factor in works
-                    for flow in self.on(way)
+                    for channel, factor in works
+                    for flow in self.on(channel)
                 ]
                 self.row(f"lane_{name}_{self.name(t)}", [*terms, (self.stall[t], -1.0)], LE)
 
@@ -327,7 +333,7 @@ class ForwardBackward:
         `rates`, none of these sums grows faster than time does: with all three, of a link's share s
         = 1 / (1 + n) and duplex d = 1 / (1 + k), s d + k s d + n s = s + n s = 1.
         """
-        links = [way for way in self.ways if way.tier]
+        links = [channel for channel in self.channels if channel.tier]
         for inwards, outwards in zip(links[::2], links[1::2], strict=True):
             k = crossing(self.hardware, inwards, outwards)
             n = crossing(self.hardware, NETWORK, inwards) if self.several else 0.0
@@ -363,9 +369,9 @@ class ForwardBackward:
             if state.device_s and self.updating:
                 step = self.window_of[state.step_slot]
                 seconds[step].append((y, state.device_s / self.second_unit))
-        slowing = [way for way in self.ways if contention(self.hardware, way).compute < 1]
+        slowing = [one for one in self.channels if contention(self.hardware, one).compute < 1]
         sets = [
-            [way for place, way in enumerate(slowing) if number >> place & 1]
+            [channel for place, channel in enumerate(slowing) if number >> place & 1]
             for number in range(1 << len(slowing))
         ]
         of_sets = [rates(self.hardware, running, computing=True) for running in sets]
@@ -374,32 +380,32 @@ class ForwardBackward:
             spent = [self.variable(f"r{number}_{slot}") for number in range(len(sets))]
             self.row(f"time_{slot}", [*((r, 1.0) for r in spent), (self.compute[t], -1.0)], EQ)
             slowed = [(r, -rate) for r, (rate, _) in zip(spent, of_sets, strict=True)]
-            turns = [(one.compute[t], 1.0) for one in self.on(UPDATE_ON_DEVICE.way)]
+            turns = [(one.compute[t], 1.0) for one in self.on(UPDATE_ON_DEVICE.channel)]
             self.row(f"compute_{slot}", [*seconds[t], *turns, *slowed], LE)
-            for way in slowing:
-                terms = [(flow.compute[t], flow.rate) for flow in self.on(way)]
+            for channel in slowing:
+                terms = [(flow.compute[t], flow.rate) for flow in self.on(channel)]
                 terms += [
-                    (r, -lanes[running.index(way)])
+                    (r, -lanes[running.index(channel)])
                     for r, running, (_, lanes) in zip(spent, sets, of_sets, strict=True)
-                    if way in running
+                    if channel in running
                 ]
-                self.row(f"beside_{_word(way)}_{slot}", terms, LE)
+                self.row(f"beside_{_word(channel)}_{slot}", terms, LE)
         self._add_beside_compute(slowing)
 
-    def _add_beside_compute(self, slowing: Sequence[Way]) -> None:
+    def _add_beside_compute(self, slowing: Sequence[Channel]) -> None:
         """During compute lanes do no more than its time at what is left of their speed."""
-        quiet = [way for way in self.ways if way not in slowing]
-        every: list[Weighted] = [((way, 1.0),) for way in quiet if not way.tier]
+        quiet = [channel for channel in self.channels if channel not in slowing]
+        every: list[Weighted] = [((channel, 1.0),) for channel in quiet if not channel.tier]
         for link in self._shared():
             # The seconds of the sets say all of lanes that slow compute down.
-            every += [works for works in link if any(way in quiet for way, _ in works)]
+            every += [works for works in link if any(channel in quiet for channel, _ in works)]
         for number, works in enumerate(every):
             name = f"{_word(works[0][0])}_{number}"
             for t in range(self.last + 1):
                 terms = [
-                    (flow.compute[t], factor * flow.rate / contention(self.hardware, way).lane)
-                    for way, factor in works
-                    for flow in self.on(way)
+                    (flow.compute[t], factor * flow.rate / contention(self.hardware, channel).lane)
+                    for channel, factor in works
+                    for flow in self.on(channel)
                 ]
                 row = f"beside_together_{name}_{self.name(t)}"
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)

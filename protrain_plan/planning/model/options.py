@@ -26,7 +26,7 @@ from typing import Any
 from msgspec import defstruct
 
 from protrain_runtime.contract.errors import ProtrainError, RecordError
-from protrain_runtime.contract.program.implications import (
+from protrain_runtime.contract.program.effects import (
     ActivationOption,
     Implications,
     StateOption,
@@ -333,10 +333,10 @@ def _why_not_waiting(unit: Unit, activations: Activations, allowed: Collection[s
         )
     if unit.kind == "part":
         return "it is a part between blocks, not a block"
-    if form.leave and form.leave not in allowed:
+    if form.opt_in and form.opt_in not in allowed:
         return (
             "it changes what training computes, and is profiled and planned with --allow"
-            f" {form.leave} alone"
+            f" {form.opt_in} alone"
         )
     return unit.runs_once if activations.recomputes else ""
 

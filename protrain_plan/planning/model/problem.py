@@ -15,7 +15,7 @@ from protrain_plan.simulation.group import (
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import bind
-from protrain_runtime.contract.program.implications import (
+from protrain_runtime.contract.program.effects import (
     ActivationOption,
     BoundProgram,
     Implications,
@@ -23,7 +23,14 @@ from protrain_runtime.contract.program.implications import (
     tier_staging_bytes,
 )
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import COMPUTE, LAUNCHES, NETWORK, UPDATES, Lane, Way
+from protrain_runtime.contract.program.program import (
+    COMPUTE,
+    LAUNCHES,
+    NETWORK,
+    UPDATES,
+    Channel,
+    Lane,
+)
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms
 from protrain_runtime.contract.records.hardware import Hardware, Tier, TierName, is_accelerator
@@ -80,7 +87,7 @@ def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
             replace(unit, forms=tuple(cost for cost in unit.forms if cost.form in allowed))
             for unit in profile.units
         ),
-        allowed=tuple(leave for leave in profile.allowed if leave in allow),
+        allowed=tuple(opt_in for opt_in in profile.allowed if opt_in in allow),
     )
 
 
@@ -142,16 +149,16 @@ class Network(NamedTuple):
     summed: float = 0.0
 
 
-Work = dict[Way | Lane | str, float]
-"""Seconds by the way of lanes, `COMPUTE`, `LAUNCHES`, or the lane of states."""
+Work = dict[Channel | Lane | str, float]
+"""Seconds by the channel of lanes, `COMPUTE`, `LAUNCHES`, or the lane of states."""
 
 
 class LaneSeconds:
     """Seconds of a step that decisions take of each lane at least, over all its micro-batches.
 
-    What moves for slots is counted by the way that lanes share. Lanes of states work on the update,
-    which starts after the first backward slot: their seconds count from the step's beginning, or
-    where steps overlap from there on, to the next one's.
+    What moves for slots is counted by the channel that lanes share. Lanes of states work on the
+    update, which starts after the first backward slot: their seconds count from the step's
+    beginning, or where steps overlap from there on, to the next one's.
     """
 
     def __init__(self, hardware: Hardware, settings: StepSettings) -> None:
@@ -168,23 +175,22 @@ class LaneSeconds:
                 scattered=collective_seconds_per_byte("reduce-scatter", hardware, settings),
                 summed=collective_seconds_per_byte("all-reduce", hardware, settings),
             )
-        self.per_byte: dict[Way, float] = {}
-        self.lanes: list[Way | Lane | str] = [COMPUTE, LAUNCHES, UPDATES, NETWORK]
+        self.per_byte: dict[Channel, float] = {}
+        self.lanes: list[Channel | Lane | str] = [COMPUTE, LAUNCHES, UPDATES, NETWORK]
         for tier in hardware.tiers:
             name, link = tier.name, tier.link
-            self.per_byte[Way(name, True)] = 1 / link.read_bytes_per_s
-            self.per_byte[Way(name)] = 1 / link.write_bytes_per_s
-            self.lanes += [Way(name, True), Way(name), Lane("read", name), Lane("write", name)]
+            self.per_byte[Channel(name, True)] = 1 / link.read_bytes_per_s
+            self.per_byte[Channel(name)] = 1 / link.write_bytes_per_s
+            self.lanes += [Channel(name, True), Channel(name)]
+            self.lanes += [Lane("read", name), Lane("write", name)]
 
     def moved_activations(self, option: ActivationOption) -> Work:
         """Seconds of each lane for transfers of a unit's activations."""
         if not option.swap_in or not option.swap_out:
             return {}
         tier = option.swap_in.tier
-        return {
-            Way(tier, True): self.times * option.swap_in.bytes * self.per_byte[Way(tier, True)],
-            Way(tier): self.times * option.swap_out.bytes * self.per_byte[Way(tier)],
-        }
+        moves = (Channel(tier, True), option.swap_in), (Channel(tier), option.swap_out)
+        return {on: self.times * move.bytes * self.per_byte[on] for on, move in moves}
 
     def of_activations(self, option: ActivationOption, *, last: bool) -> Work:
         """Seconds of each lane for a decision; `last` where its backward is the first."""
@@ -205,15 +211,16 @@ class LaneSeconds:
         reducing = self.network.scattered * scattered + self.network.summed * option.summed_bytes
         seconds: Work = {NETWORK: self.times * (self.network.gathered * gathered) + reducing}
         for fetch in (*option.fetches, *option.from_disk):
-            way = Way(fetch.tier, True)
-            seconds[way] = seconds.get(way, 0.0) + self.times * fetch.bytes * self.per_byte[way]
+            channel = Channel(fetch.tier, True)
+            seconds.setdefault(channel, 0.0)
+            seconds[channel] += self.times * fetch.bytes * self.per_byte[channel]
         if option.gradients and option.gradients.tier:
-            way = Way(option.gradients.tier)
-            seconds[way] = self.spills * (option.gradients.bytes * self.per_byte[way])
+            channel = Channel(option.gradients.tier)
+            seconds[channel] = self.spills * (option.gradients.bytes * self.per_byte[channel])
         if option.state_lanes:
             read, _, write = option.state_lanes
-            seconds[read] = option.read_bytes * self.per_byte[read.way]
-            seconds[write] = option.write_bytes * self.per_byte[write.way]
+            seconds[read] = option.read_bytes * self.per_byte[read.channel]
+            seconds[write] = option.write_bytes * self.per_byte[write.channel]
         return seconds
 
     def of_states(self, option: StateOption) -> Work:
@@ -226,7 +233,7 @@ class LaneSeconds:
         if option.decision.update_on_device:
             # One direction of the link carries states and all else.
             for lane in (Lane("read", "host"), Lane("write", "host")):
-                seconds[lane.way] = seconds.get(lane.way, 0.0) + seconds[lane]
+                seconds[lane.channel] = seconds.get(lane.channel, 0.0) + seconds[lane]
             return seconds | {COMPUTE: option.device_s + update_s}
         return seconds | {COMPUTE: option.device_s, UPDATES: update_s}
 
@@ -342,9 +349,9 @@ class Problem:
         return replace(self, settings=replace(self.settings, overlap_steps=overlap_steps))
 
     def exactly(self) -> "Problem | None":
-        """Return the problem without activations by leave; None where a pin asks for them."""
+        """Return the problem without opt-in activations; None where a pin asks for them."""
         if any(
-            all(FORMS[option.decision.form].leave for option in unit.activations)
+            all(FORMS[option.decision.form].opt_in for option in unit.activations)
             for unit in self.options
         ):
             return None

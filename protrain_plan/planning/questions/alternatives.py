@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from protrain_plan.planning.explain.explaining import lanes_in_a_line
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.questions.allowance import is_tight
+from protrain_plan.planning.questions.allocator_slack import is_tight
 from protrain_plan.planning.questions.answers import Alternative
 from protrain_plan.planning.search.choices import uniform
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
@@ -111,7 +111,7 @@ def _alternative(
     found: Evaluation | None = evaluator.best_schedule(choice)
     if found is not None:
         peaks, lacks = peak_bytes(problem.program(found.plans)), dict[StateTier, int]()
-        binds = lanes_in_a_line(problem, choice)
+        bottleneck = lanes_in_a_line(problem, choice)
     else:
         machine, lacks = problem.profile.hardware.device, problem.beyond(choice)
         needed = {tier: problem.tier_use(tier, choice) for tier in problem.tiers}
@@ -123,21 +123,21 @@ def _alternative(
             allocator=machine.besides_bytes - machine.context_bytes,
         )
         words = [f"{format_bytes(size)} of {tier} memory" for tier, size in lacks.items()]
-        binds = ", ".join(words) or "room on the device for what it fetches"
+        bottleneck = ", ".join(words) or "room on the device for what it fetches"
     peaks = replace(peaks, device=peaks.device + held)
     return Alternative(
         name=name,
         checkpointing=checkpointing,
         step_seconds=found.seconds if found else None,
         peak_bytes=peaks,
-        binds=binds,
+        bottleneck=bottleneck,
         lacks=tuple(lacks),
         units=found.plans if found else (),
         is_tight=found is not None and is_tight(problem.profile, peaks),
     )
 
 
-def planned(name: str, plan: Plan, profile: Profile, binds: str) -> Alternative:
+def planned(name: str, plan: Plan, profile: Profile, bottleneck: str) -> Alternative:
     """Return a plan under other conditions, such as with another optimizer."""
     made = plan.prediction
     return Alternative(
@@ -145,7 +145,7 @@ def planned(name: str, plan: Plan, profile: Profile, binds: str) -> Alternative:
         checkpointing=False,
         step_seconds=made.step_seconds,
         peak_bytes=made.peak_bytes,
-        binds=binds,
+        bottleneck=bottleneck,
         units=plan.units,
         is_tight=is_tight(profile, made.peak_bytes),
     )

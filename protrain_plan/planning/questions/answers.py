@@ -10,7 +10,11 @@ from typing import Literal
 from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem, most_of
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.allowance import is_tight, left_free_bytes, reserved_bytes
+from protrain_plan.planning.questions.allocator_slack import (
+    is_tight,
+    left_free_bytes,
+    reserved_bytes,
+)
 from protrain_plan.planning.questions.spending import tokens_in_step
 from protrain_plan.simulation.group import profile_of_rank
 from protrain_plan.simulation.report import StepReport, report
@@ -61,7 +65,7 @@ class Question:
         return tuple(self.problem_of(self.profile, group) for group in groups or [self.group])
 
     def adding_shards(self) -> "Question | None":
-        """Return what to ask where no plan fits: reductions in every micro-batch, by leave."""
+        """Return what to ask where no plan fits: opt-in reductions in every micro-batch."""
         settings = replace(self.settings, reductions="in every micro-batch")
         is_open = ROUNDING in self.allow and settings.adds_shards
         return replace(self, settings=settings) if is_open and settings != self.settings else None
@@ -128,16 +132,16 @@ class Alternative:
     """Cost of a policy without a planner: bytes of one device and its part of the rest, seconds.
 
     With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
-    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each. `binds`
-    says what makes up the step, or how much is lacking. It is `is_tight` where it fits
-    with less room than the allocator may reserve (see `allowance`).
+    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each.
+    `bottleneck` says what makes up the step, or how much is lacking. It is `is_tight` where it fits
+    with less room than the allocator may reserve (see `allocator_slack`).
     """
 
     name: str
     checkpointing: bool
     step_seconds: float | None
     peak_bytes: TierBytes
-    binds: str
+    bottleneck: str
     lacks: tuple[str, ...] = ()
     units: tuple[UnitPlan, ...] = ()  # where it fits
     is_tight: bool = False
@@ -151,7 +155,7 @@ Feasibility = Literal["fits", "fits with a plan", "does not fit"]
 class Answer:
     """A question with a plan, a front of plans (`solved` is the fastest), or why there is none.
 
-    As far as that was asked for: `binds` says what makes up the step, or what there is too
+    As far as that was asked for: `bottleneck` says what makes up the step, or what there is too
     little of. `plain_bytes` is what plain PyTorch would need of the device, what is besides tensors
     included; of several devices, with all states on each and DDP's buckets. `kept_seconds` is the
     step that keeps everything on the device, where it fits. `alternatives` are what people do
@@ -161,7 +165,7 @@ class Answer:
     question: Question
     solved: Solved | None = None
     infeasible: Infeasible | None = None
-    binds: str = ""
+    bottleneck: str = ""
     plain_bytes: int = 0
     kept_seconds: float | None = None
     alternatives: tuple[Alternative, ...] = ()

@@ -25,7 +25,7 @@ from math import inf
 
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.allowance import headroom_bytes, left_free_bytes
+from protrain_plan.planning.questions.allocator_slack import headroom_bytes, left_free_bytes
 from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_plan.planning.questions.cells import (
     COMPUTE,

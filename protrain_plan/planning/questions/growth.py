@@ -139,7 +139,7 @@ MOST: dict[Quantity, int] = {"batch-size": 2**20, "seq-len": 2**24}
 
 
 def largest_of(question: Question, quantity: Quantity) -> int | None:
-    """The largest batch or sequence that fits in proportion, by leave with sums in shards.
+    """The largest batch or sequence that fits in proportion, with sums in shards if allowed.
 
     None where none does.
     """

@@ -217,9 +217,9 @@ def fit(
     """Plan the question's profile, and say what binds; with `compare`, beside alternatives.
 
     Where an alternative is faster by more than the gap that is good enough, the search begins there
-    once more: by leave with sums in shards, if that one has such sums. The search begins with the
-    plan of a `known` answer for the same step, too, and is no slower where that is for less: see
-    [Note: more is never slower].
+    once more: with sums in shards, which are opt-in, if that one has such sums. The search begins
+    with the plan of a `known` answer for the same step, too, and is no slower where that is for
+    less: see [Note: more is never slower].
     """
     problems = question.problems()
     before, is_for_less = (known.solved, known.is_for_less(question)) if known else (None, None)
@@ -255,16 +255,16 @@ def fit(
     if isinstance(found, Infeasible):
         lacks = format_bytes(found.shortfall_bytes)
         solved, problem = None, problems[0]
-        binds = f"needs {lacks} more {found.tier} memory, in {found.slot}"
+        bottleneck = f"needs {lacks} more {found.tier} memory, in {found.slot}"
     else:
         solved, problem = found, problem_of(found, problems)
-        binds = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
+        bottleneck = lanes_in_a_line(problem, problem.choice_of(found.plan.units))
     return replace(
         answer,
         question=question,
         solved=solved,
         infeasible=None if solved else answer.infeasible,
-        binds=binds,
+        bottleneck=bottleneck,
         plain_bytes=plain_bytes(problem),
         alternatives=others,
     )

@@ -188,8 +188,8 @@ def _solved_exactly(
     """Search for an exact plan first, where plans that are not may be chosen.
 
     A plan that is not exact is faster than every exact one that was found, by more than tidying may
-    cost: the problem without leave is solved first. Its plan is one with leave, too, so that leave
-    makes no plan slower.
+    cost: the problem without opt-in forms is solved first. Its plan is one of the whole problem,
+    too, so that an opt-in makes no plan slower.
     """
     exact = problem.exactly() if problem.profile.allowed and effort.solver == "milp" else None
     known = exact and _solved(exact, budgets, effort, hints)
@@ -198,7 +198,7 @@ def _solved_exactly(
     limit_s = known.plan.prediction.step_seconds / (1 + TOLERANCE)
     faster = replace(effort, below_s=min(effort.below_s, limit_s))
     found = _solved(problem, budgets, faster, (*hints, known.plan.units))
-    assert isinstance(found, Solved), "a plan without leave is one with it"
+    assert isinstance(found, Solved), "an exact plan is a plan of the whole problem"
     seconds = known.solve_seconds + found.solve_seconds
     if found.plan.prediction.step_seconds > limit_s:
         found = proven(known, found.plan.prediction.lower_bound_seconds, effort)

@@ -23,7 +23,7 @@ from protrain_plan.planning.search.layouts import (
     steps,
 )
 from protrain_plan.planning.search.pacing import PLAIN, Pace
-from protrain_runtime.contract.program.implications import (
+from protrain_runtime.contract.program.effects import (
     ActivationOption,
     StateOption,
     standing_bytes,

@@ -151,15 +151,15 @@ def in_runs(
 def exact_where_free(
     problem: Problem, evaluator: Evaluator, best: Evaluation, *, slowest_s: float
 ) -> Evaluation:
-    """`best` with exact activations in place of those by leave, where it takes up to `slowest_s`.
+    """`best` with exact activations in place of opt-in ones, where it takes up to `slowest_s`.
 
     All units that have one such form change together, then each by itself, the last ones first:
     what they keep is held for the shortest time.
     """
 
-    def by_leave(unit: int) -> str:
+    def by_opt_in(unit: int) -> str:
         decision = problem.options[unit].activations[best.choice[unit][0]].decision
-        return decision.form if FORMS[decision.form].leave else ""
+        return decision.form if FORMS[decision.form].opt_in else ""
 
     def taking(units: Iterable[int], activations: Activations) -> Evaluation | None:
         changes = {}
@@ -172,14 +172,14 @@ def exact_where_free(
 
     groups: dict[str, list[int]] = {}
     for unit in reversed(range(problem.count)):
-        if form := by_leave(unit):
+        if form := by_opt_in(unit):
             groups.setdefault(form, []).append(unit)
     singles = [[unit] for members in groups.values() for unit in members]
     for units in (*groups.values(), *singles):
-        if not by_leave(units[0]):
+        if not by_opt_in(units[0]):
             continue  # its group has changed
         exact = (option.decision for option in problem.options[units[0]].activations)
-        found = (taking(units, one) for one in exact if not FORMS[one.form].leave)
+        found = (taking(units, one) for one in exact if not FORMS[one.form].opt_in)
         best = next(filter(None, found), best)
     return best
 

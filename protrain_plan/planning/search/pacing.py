@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.simulation.rates import contention, slowed
-from protrain_runtime.contract.program.implications import ActivationOption, StateOption
+from protrain_runtime.contract.program.effects import ActivationOption, StateOption
 from protrain_runtime.contract.program.program import COLLECT, INWARDS, OUTWARDS, Lane, parts
 from protrain_runtime.contract.records.plan import Schedule
 
@@ -119,8 +119,8 @@ class Pacer:
         self.walked: dict[tuple[Choice, Pace], tuple[float, Paced]] = {}
         hardware = problem.profile.hardware
         tiers = [tier.name for tier in hardware.tiers]
-        lanes = [Lane(way, tier) for tier in tiers for way in INWARDS]
-        lanes += [Lane(way, tier) for tier in tiers for way in OUTWARDS]
+        lanes = [Lane(direction, tier) for tier in tiers for direction in INWARDS]
+        lanes += [Lane(direction, tier) for tier in tiers for direction in OUTWARDS]
         lanes += [Lane("update", "host"), Lane("update", "disk")]
         lanes += [COLLECT] * (problem.settings.group.num_devices > 1)
         self.lanes = {lane: n for n, lane in enumerate((*lanes, Lane("update", "device")))}
@@ -131,15 +131,17 @@ class Pacer:
         self.against: list[list[Clock]] = []
         for lane in self.lanes:
             others = (other for other in lanes if other != lane)
-            slower = [(self.lanes[one], slowed(hardware, lane.way, one.way)) for one in others]
+            slower = [
+                (self.lanes[one], slowed(hardware, lane.channel, one.channel)) for one in others
+            ]
             self.against.append([one for one in slower if one[1] > 0])
         # Lanes that slow compute down, by the seconds that one of compute takes longer.
         self.slowing: list[tuple[list[int], float]] = []
-        for way, of_way in groupby(lanes, lambda lane: lane.way):
-            kept = contention(hardware, way).compute
+        for channel, of_channel in groupby(lanes, lambda lane: lane.channel):
+            kept = contention(hardware, channel).compute
             if kept < 1:
-                self.slowing.append(([self.lanes[lane] for lane in of_way], 1 / kept - 1))
-        self.by_itself = [1 / contention(hardware, lane.way).lane for lane in lanes] + [1.0]
+                self.slowing.append(([self.lanes[lane] for lane in of_channel], 1 / kept - 1))
+        self.by_itself = [1 / contention(hardware, lane.channel).lane for lane in lanes] + [1.0]
         self.options = [
             (
                 [self._of_activations(unit, option) for option in options.activations],
@@ -150,7 +152,7 @@ class Pacer:
 
     def clock(self, lane: Lane, size: int) -> Clock:
         """A transfer of so many bytes."""
-        return self.lanes[lane], size * self.problem.lane_seconds.per_byte[lane.way]
+        return self.lanes[lane], size * self.problem.lane_seconds.per_byte[lane.channel]
 
     def _of_activations(self, unit: int, option: ActivationOption) -> _Option:
         served = 2 * self.problem.count - 1 - unit

@@ -34,9 +34,9 @@ from protrain_plan.planning.stages.cuts import handed_bytes
 from protrain_plan.planning.stages.shapes import Shape, hop_seconds, joined_for
 from protrain_plan.simulation.group import profile_of_rank
 from protrain_plan.simulation.rates import crossing
-from protrain_runtime.contract.program.implications import StateOption, standing_bytes
+from protrain_runtime.contract.program.effects import StateOption, standing_bytes
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import COMPUTE, NETWORK, Lane, Way
+from protrain_runtime.contract.program.program import COMPUTE, NETWORK, Channel, Lane
 from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings
 from protrain_runtime.contract.records.profile import Profile, Unit
 
@@ -261,11 +261,11 @@ class Lanes:
                         rows.setdefault(COMPUTE, []).append((column, work[COMPUTE]))
                     for lane, taken in work.items():
                         rows.setdefault(("lane", lane), []).append((column, taken))
-                        if isinstance(lane, Way):
-                            rows.setdefault(("way", lane), []).append((column, taken))
+                        if isinstance(lane, Channel):
+                            rows.setdefault(("channel", lane), []).append((column, taken))
                     for lane, taken in shared.items():
                         if isinstance(lane, Lane):
-                            rows.setdefault(("way", lane.way), []).append((column, taken))
+                            rows.setdefault(("channel", lane.channel), []).append((column, taken))
         count = len(self.columns)
         self._highs.addVars(count + 1, np.zeros(count + 1), np.full(count + 1, inf))
         self._highs.changeColCost(count, 1.0)
@@ -279,12 +279,12 @@ class Lanes:
         # What others compute after a stage's last backward, they do beside its update.
         self._compute = self._row([*rows[COMPUTE], (count, -1.0)], 0.0)
         hardware = problem.profile.hardware
-        ways = [lane for what, lane in seconds if what == "way"]
-        for one, other in permutations(ways, 2):
+        channels = [lane for what, lane in seconds if what == "channel"]
+        for one, other in permutations(channels, 2):
             if one.link == other.link or NETWORK in (one, other):
                 crossed = crossing(hardware, one, other) if hardware.interconnect else 0.0
-                both = [(column, crossed * taken) for column, taken in seconds["way", other]]
-                self._row([*seconds["way", one], *both, (count, -1.0)], 0.0)
+                both = [(column, crossed * taken) for column, taken in seconds["channel", other]]
+                self._row([*seconds["channel", one], *both, (count, -1.0)], 0.0)
         self._ones = [self._row([(column, 1.0) for column in each], 0.0) for each in ones]
 
     def _row(self, terms: Sequence[tuple[int, float]], most: float) -> int:

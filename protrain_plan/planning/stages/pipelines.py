@@ -9,7 +9,7 @@ from protrain_plan.planning.stages.cycles import Pipeline, Runs
 from protrain_plan.planning.stages.schedule import Simulated, StageSeconds, simulated
 from protrain_plan.planning.stages.shapes import Shape, shape_of
 from protrain_plan.simulation.timeline import simulate
-from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.program.effects import BoundProgram
 from protrain_runtime.contract.program.memory import peak_bytes
 from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.plan import Budgets, PipelinePlan, Plan, StagePlan, TierBytes

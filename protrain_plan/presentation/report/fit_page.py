@@ -28,7 +28,7 @@ _BEYOND = 1.6
 def fit_page(rows: Sequence[Row], *, columns: Sequence[str] = ()) -> str:
     """Return the page: a group of rows for each answered cell, with the extra `columns`."""
     title = f"{', '.join(dict.fromkeys(row['model'] for row in rows))}: does it fit?"
-    rows = [row for row in rows if "binds" in row]
+    rows = [row for row in rows if "bottleneck" in row]
     style = part("page.css") + part("fit.css")
     said = dict.fromkeys(text for row in rows for text in row["workload"].values() if text)
     every = [way for row in rows for way in ways(row)]
@@ -69,7 +69,7 @@ def _cell_rows(
     for number, way in enumerate(ways(row)):
         rate, peak = way["tokens_per_second"], way.get("peak_bytes")
         size = peak.on_device if peak else 0
-        why = [way["binds"], *(row["about"] if number == 0 else ())]
+        why = [way["bottleneck"], *(row["about"] if number == 0 else ())]
         held = [("made", min(size, limit) / widest), ("over", min(size, widest) / widest)]
         device, *below = gibibytes(peak)
         cells = [

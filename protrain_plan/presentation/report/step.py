@@ -14,7 +14,7 @@ from protrain_plan.simulation.report import StepReport, report, stall_cause
 from protrain_plan.simulation.timeline import Span, Timeline, simulate
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
-from protrain_runtime.contract.program.implications import BoundProgram
+from protrain_runtime.contract.program.effects import BoundProgram
 from protrain_runtime.contract.program.program import pinned_bytes
 from protrain_runtime.contract.program.recording import Event
 from protrain_runtime.contract.records import fingerprint, read_plan, read_profile

@@ -561,7 +561,7 @@ def _unit(
 
     def cost(form: Form, levels: _Levels, pieces: tuple[int, ...] = ()) -> FormCost:
         handed = gone = 0
-        if FORMS[form].leave and unit.kind == "block":
+        if FORMS[form].opt_in and unit.kind == "block":
             # An opt-in form need not hold a block's input. The block before may, in another form.
             handed = in_blocks(keep[index].handed_bytes, structure.block)
             # [Note: what a frame holds of a block that does not keep its input]

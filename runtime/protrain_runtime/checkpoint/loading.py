@@ -22,16 +22,21 @@ from protrain_runtime.checkpoint.training import SavedOptimizer, read_training
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.turns import in_turn
+from protrain_runtime.devices.thread_guard import guarded
 from protrain_runtime.model.optimizer_state import PlannedStates
-from protrain_runtime.model.prepared import Prepared, offloaded_parameters, together, turns_of
+from protrain_runtime.model.prepared import (
+    Prepared,
+    offloaded_parameters,
+    thread_guard_of,
+    together,
+)
 from protrain_runtime.states.compositions import MARK, Composition, put_together, taken_apart
 from protrain_runtime.states.values import Held, Value, stored_states
 
 _NUM_NAMED = 3  # parameters that an error names
 
 
-@in_turn("load()", turns_of)
+@guarded("load()", thread_guard_of)
 def load(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, directory: Path | str
 ) -> dict[str, Any]:

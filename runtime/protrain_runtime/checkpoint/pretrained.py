@@ -35,8 +35,13 @@ from protrain_runtime.checkpoint.saving import (
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.files import replace_text
-from protrain_runtime.devices.turns import in_turn
-from protrain_runtime.model.prepared import Prepared, offloaded_parameters, together, turns_of
+from protrain_runtime.devices.thread_guard import guarded
+from protrain_runtime.model.prepared import (
+    Prepared,
+    offloaded_parameters,
+    thread_guard_of,
+    together,
+)
 from protrain_runtime.states.chunks import read_values
 from protrain_runtime.states.quantized import packed_layers
 from protrain_runtime.states.values import Held, Source, num_bytes, order_of, part_of
@@ -49,7 +54,7 @@ Files = dict[str, Mapping[str, Source]]
 """By name of a file, the tensors that it is to have."""
 
 
-@in_turn("save_pretrained()", turns_of)
+@guarded("save_pretrained()", thread_guard_of)
 def save_pretrained(
     model: nn.Module, directory: Path | str, *, shard_bytes: int = SHARD_BYTES
 ) -> None:

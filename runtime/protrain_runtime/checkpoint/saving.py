@@ -27,14 +27,14 @@ from protrain_runtime.checkpoint.index import FORMAT
 from protrain_runtime.checkpoint.training import encoded
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.turns import in_turn
+from protrain_runtime.devices.thread_guard import guarded
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import (
     Prepared,
     offloaded_parameters,
     prepared_of,
+    thread_guard_of,
     together,
-    turns_of,
 )
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.compositions import Composition, taken_apart
@@ -63,7 +63,7 @@ Values = dict[str, dict[str, Source]]
 T = TypeVar("T")
 
 
-@in_turn("save()", turns_of)
+@guarded("save()", thread_guard_of)
 def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

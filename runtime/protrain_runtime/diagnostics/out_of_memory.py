@@ -15,7 +15,7 @@ from torch import nn
 
 from protrain_runtime.contract.errors import OutOfMemoryError
 from protrain_runtime.contract.program.compiling import program_of
-from protrain_runtime.contract.program.implications import LiveRangeKind
+from protrain_runtime.contract.program.effects import LiveRangeKind
 from protrain_runtime.contract.program.memory import device_bytes, slot_name
 from protrain_runtime.contract.records import read_profile
 from protrain_runtime.contract.records.plan import Plan

@@ -33,7 +33,7 @@ from torch import nn
 from protrain_runtime.activations import own_checkpoints
 from protrain_runtime.activations.compiled import replace_code, watch_calls
 from protrain_runtime.activations.trees import tensors_in
-from protrain_runtime.devices.turns import TurnError, Turns
+from protrain_runtime.devices.thread_guard import ThreadGuard, ThreadGuardError
 
 
 class Listener(Protocol):
@@ -84,8 +84,8 @@ class Boundaries:
     """Hooks on `model` and on its blocks; `units` gives each unit's module, None for a part.
 
     `names` are the units' names. That of a part is the path of the first module that runs in it,
-    where there is one: its call begins the part if the blocks before it were skipped. `turns` says
-    which thread may call the model.
+    where there is one: its call begins the part if the blocks before it were skipped.
+    `thread_guard` says which thread may call the model.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Boundaries:
         listener: Listener,
         *,
         names: Sequence[str] = (),
-        turns: Turns | None = None,
+        thread_guard: ThreadGuard | None = None,
     ) -> None:
         self._units, self._listener = tuple(units), listener
         self._model = model
         self._blocks = frozenset(module for module in self._units if module is not None)
-        self._names, self._turns = tuple(names), turns
+        self._names, self._thread_guard = tuple(names), thread_guard
         self._words = [*map(repr, names)] or [f"unit {index}" for index in range(len(units))]
         self._thread = 0  # that runs the forward
         self._undo = ExitStack()
@@ -142,17 +142,21 @@ class Boundaries:
         if not whole and (training or self._unit >= 0):
             return forward(*args, **kwargs)
         call = partial(forward, *args, **kwargs)
-        if training and in_backward() and (self._turns is None or not self._turns.of_another):
+        if (
+            training
+            and in_backward()
+            and (self._thread_guard is None or not self._thread_guard.of_another)
+        ):
             self._step += 1
             self._listener.abort()
             raise RuntimeError(
                 "the model was called inside backward(), as torch.utils.checkpoint around it does:"
                 " a plan says itself what is recomputed. Call the model without that"
             )
-        if self._turns is None:
+        if self._thread_guard is None:
             return self._call(call)
         doing = "a training step" if training else "an evaluation"
-        with self._turns.taken("the model was called", doing, step=training):
+        with self._thread_guard.taken("the model was called", doing, step=training):
             return self._call(call)
 
     def _call(self, call: Callable[[], object]) -> object:
@@ -251,8 +255,8 @@ class Boundaries:
             if self._unit < 0:
                 return  # called by itself
             here = threading.get_ident() == self._thread
-            if self._turns is not None and not here and not in_backward():
-                raise TurnError(
+            if self._thread_guard is not None and not here and not in_backward():
+                raise ThreadGuardError(
                     f"{self._words[index]} was called in thread '{threading.current_thread().name}'"
                     " while the model's forward runs in another: a model under a plan is used by"
                     " one thread at a time",

@@ -26,7 +26,7 @@ from protrain_runtime.contract.records.plan import KEEP
 from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
 from protrain_runtime.devices.stores import DeviceStore
-from protrain_runtime.devices.turns import Turns
+from protrain_runtime.devices.thread_guard import ThreadGuard
 from protrain_runtime.engine.boundaries import Boundaries, in_backward
 from protrain_runtime.engine.evaluation import EvaluationPass
 from protrain_runtime.engine.moves import Moves
@@ -142,7 +142,7 @@ class Engine:
             program.settings.micro_batches,
             updates_in_backward=bool(updates) and self.updates_in_backward,
         )
-        self.turns = Turns(
+        self.thread_guard = ThreadGuard(
             lambda: (boundaries := self.boundaries()) is not None and boundaries.graph_lives
         )
         self._shown: list[Slice] = []  # the parameters whose gradients the last backward took
@@ -164,7 +164,9 @@ class Engine:
         self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
 
     def begin(self, *, training: bool) -> None:
-        self.turns.at_home("the model was called", self.lanes if training else self._offloaded)
+        self.thread_guard.at_home(
+            "the model was called", self.lanes if training else self._offloaded
+        )
         if self.recorder is not None or not training:
             self.end_updates()
         if training:
@@ -217,7 +219,7 @@ class Engine:
 
     def begin_between(self) -> None:
         """The model is evaluated, perhaps while its last forward waits for its backward."""
-        self.turns.at_home("the model was evaluated", self._offloaded)
+        self.thread_guard.at_home("the model was evaluated", self._offloaded)
         self.end_updates()
         self._evaluation = self._evaluated(self._offloaded)
         self._enter(0, ())
@@ -233,7 +235,7 @@ class Engine:
     def _enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
         evaluating = self._state.phase is Phase.EVALUATING
         if not evaluating:
-            self.turns.at_home("backward ran", self.lanes)
+            self.thread_guard.at_home("backward ran", self.lanes)
         if self._evaluation is not None:
             if evaluating:
                 self._state.evaluate(slot)
@@ -311,7 +313,7 @@ class Engine:
                 )
             self._let_last()
             self._state.end_backward()
-            self.turns.gradients = True
+            self.thread_guard.gradients = True
             self._shown = []
             with plainly():
                 for chunk in self.consuming:
@@ -343,7 +345,7 @@ class Engine:
 
     def abort(self) -> None:
         """The model raised, on this rank perhaps alone."""
-        if self.turns.forked and self.lanes:
+        if self.thread_guard.forked and self.lanes:
             return  # the step that was under way is that of another process
         try:
             if self._ranks is not None:
@@ -444,8 +446,8 @@ class Engine:
 
     def settle(self, what: str, *, outside: bool = False) -> None:
         """RuntimeError, saying `what`, where some parameters are updated and some are not."""
-        self.turns.at_home(what, self._offloaded)
-        self.turns.check(what)
+        self.thread_guard.at_home(what, self._offloaded)
+        self.thread_guard.check(what)
         if self._modified or outside:
             self.outside(what)
         self._state.settle(what)
@@ -469,7 +471,7 @@ class Engine:
 
     def check_step(self) -> None:
         """RuntimeError where `optimizer.step()` does not belong."""
-        self.turns.at_home("optimizer.step() was called", self._offloaded)
+        self.thread_guard.at_home("optimizer.step() was called", self._offloaded)
         self.outside("optimizer.step() was called")
         state = self._state
         if state.phase in (Phase.STEPPING, Phase.TORN):
@@ -574,7 +576,7 @@ class Engine:
         for chunk in self._stepped:
             chunk.put_back()
         self._state.end_step()
-        self.turns.stepped = True
+        self.thread_guard.stepped = True
 
     def _end_moves(self) -> None:
         for number in sorted(self._running):

@@ -16,12 +16,12 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.memory_meter import device_of
 from protrain_runtime.devices.preflight import check_free
-from protrain_runtime.devices.turns import in_turn
+from protrain_runtime.devices.thread_guard import guarded
 from protrain_runtime.model.prepared import (
     engine_of,
     offloaded_parameters,
     prepared_of,
-    turns_of,
+    thread_guard_of,
     writing_together,
 )
 from protrain_runtime.states.chunks import (
@@ -186,7 +186,7 @@ class MovingAverage:
         below = sum(chunk.parameter_bytes for chunk, _ in self._below)
         return below + sum(held.nbytes for held in self._held.values())
 
-    @in_turn("MovingAverage.update()", lambda average: turns_of(average._model))
+    @guarded("MovingAverage.update()", lambda average: thread_guard_of(average._model))
     @torch.no_grad()
     def update(self) -> None:
         """Average the parameters as they are now. Between steps; RuntimeError elsewhere."""

@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex, overload
 import torch
 from torch import nn
 
-from protrain_runtime.devices.turns import Turns, in_turn
+from protrain_runtime.devices.thread_guard import ThreadGuard, guarded
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.optimizer_state import (
     PlannedStates,
@@ -130,7 +130,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _switch(self, mode: str) -> None:
         """Into a mode, in which parameters may have other values: what is offloaded, too."""
         what = f"optimizer.{mode}()"
-        with self._turns.taken(f"{what} was called", what) if self._turns else nullcontext():
+        with (
+            self._thread_guard.taken(f"{what} was called", what)
+            if self._thread_guard
+            else nullcontext()
+        ):
             self._settle(f"{what} was called")
             groups = zip(self.param_groups, options_of(self), strict=True)
             options = {p: chosen for group, chosen in groups for p in group["params"]}
@@ -202,7 +206,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         what, engine = "optimizer.step()", self._engine
-        with engine.turns.taken(f"{what} was called", what):
+        with engine.thread_guard.taken(f"{what} was called", what):
             engine.check_step()
             changed = bool(self._used) and self._used != options_of(self)
             if changed and engine.updates_in_backward:
@@ -249,15 +253,15 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 group["params"] = members
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or zero them. TurnError during another thread's step."""
-        if self._turns is not None:
-            self._turns.check("optimizer.zero_grad() was called")
+        """Drop the gradients, or zero them. ThreadGuardError during another thread's step."""
+        if self._thread_guard is not None:
+            self._thread_guard.check("optimizer.zero_grad() was called")
         with plainly() if set_to_none else nullcontext():
             super().zero_grad(set_to_none)
-        if self._turns is not None:
-            self._turns.gradients = False
+        if self._thread_guard is not None:
+            self._thread_guard.gradients = False
 
-    @in_turn("optimizer.state_dict()", lambda optimizer: optimizer._turns)
+    @guarded("optimizer.state_dict()", lambda optimizer: optimizer._thread_guard)
     def state_dict(self) -> dict[str, Any]:
         """Return all states in the user's layout, copied to host memory where offloaded."""
         self._settle("optimizer.state_dict() was called")
@@ -291,7 +295,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for parameter in added:
                 del self.inner.state[parameter]
 
-    @in_turn("optimizer.load_state_dict()", lambda optimizer: optimizer._turns)
+    @guarded("optimizer.load_state_dict()", lambda optimizer: optimizer._thread_guard)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave under any plan; ValueError for other groups."""
         self._settle("optimizer.load_state_dict() was called")
@@ -339,8 +343,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 yield chunk, part, states
 
     @property
-    def _turns(self) -> Turns | None:
-        return self._engine.turns if self._engine is not None else None
+    def _thread_guard(self) -> ThreadGuard | None:
+        return self._engine.thread_guard if self._engine is not None else None
 
     def _settle(self, what: str) -> None:
         if self._engine is not None:

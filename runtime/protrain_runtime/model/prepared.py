@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from protrain_runtime.contract.records.plan import Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import overridden
-from protrain_runtime.devices.turns import TurnError, Turns
+from protrain_runtime.devices.thread_guard import ThreadGuard, ThreadGuardError
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import CHECKPOINT_LIMIT_S, Ranks
@@ -86,10 +86,10 @@ def engine_of(model: nn.Module) -> Engine | None:
     return prepared.engine if prepared else None
 
 
-def turns_of(model: nn.Module) -> Turns | None:
+def thread_guard_of(model: nn.Module) -> ThreadGuard | None:
     """Who may use a model; None where its engine has no say."""
     engine = engine_of(model)
-    return engine.turns if engine else None
+    return engine.thread_guard if engine else None
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -284,7 +284,7 @@ class _Listing(local):
 
     def before(self, module: nn.Module, *_: object) -> None:
         if self._top is None or module is self._model():
-            self._top, self._num_steps = ref(module), self._engine.turns.num_steps
+            self._top, self._num_steps = ref(module), self._engine.thread_guard.num_steps
         self._engine.settle("state_dict() was called")
         for parameter in module._parameters.values():
             if parameter is not None:
@@ -303,8 +303,8 @@ class _Listing(local):
             if value is None:
                 value = self._read[name] = read_values(*found)
             state[prefix + own] = value
-        if self._engine.turns.num_steps != self._num_steps:
-            raise TurnError(
+        if self._engine.thread_guard.num_steps != self._num_steps:
+            raise ThreadGuardError(
                 "another thread trained while state_dict() was called: some values are of before"
                 " its step",
                 fix="call it between the steps of the thread that trains",

@@ -17,13 +17,13 @@ class Known:
 
     blocks     of an optimizer: elements of a block of its states, and of the smallest parameter
                whose states are of blocks
-    in_turn    none may be made, or step, beside another
+    guarded    none may be made, or step, beside another
     by_lines   its fused kernel shares tensors out among PyTorch's threads by whole cache lines
     is_kernel  its fused step is `torch._fused_adam_` or `_fused_adamw_`, and nothing else
     """
 
     blocks: Callable[[Any], tuple[float, float]] = lambda _: (1, 1)
-    in_turn: bool = False
+    guarded: bool = False
     by_lines: bool = False
     is_kernel: bool = False
 
@@ -36,10 +36,10 @@ KNOWN: Mapping[type | str, Known] = {
     # Of 180 short runs of AdamW8bit in three threads, 11 gave other bits; in turns none.
     "bitsandbytes": Known(
         blocks=lambda made: (256, made.args.min_8bit_size if made.args.optim_bits == 8 else 1),
-        in_turn=True,
+        guarded=True,
     ),
     # Each changes a setting of the compiler while it steps, and sets it back.
-    "torchao": Known(blocks=lambda made: (made.block_size, 4096), in_turn=True),
+    "torchao": Known(blocks=lambda made: (made.block_size, 4096), guarded=True),
 }
 """By class, which says nothing of classes made from it; or by the package of a base class."""
 
@@ -55,7 +55,7 @@ def known(kind: type) -> Known:
 _TURN = threading.RLock()
 
 
-def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
+def guarded(factory: OptimizerFactory) -> OptimizerFactory:
     """The same optimizers; those that may not step beside others wait for their turn.
 
     Lanes and the thread that computes step on parameters of their own at the same time.
@@ -66,7 +66,7 @@ def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
     def make(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         with _TURN:
             made = factory(groups)
-        if known(type(made)).in_turn:
+        if known(type(made)).guarded:
             _refuse_overrides(made)
             step = made.step
 

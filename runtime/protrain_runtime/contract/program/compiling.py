@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.implications import (
+from protrain_runtime.contract.program.effects import (
     BoundProgram,
     Implications,
     StateOption,

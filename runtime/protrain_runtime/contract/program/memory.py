@@ -28,7 +28,7 @@ from itertools import accumulate
 from math import prod
 
 from protrain_runtime.contract.program.compiling import program_of
-from protrain_runtime.contract.program.implications import (
+from protrain_runtime.contract.program.effects import (
     BoundProgram,
     LiveRange,
     LiveRangeKind,

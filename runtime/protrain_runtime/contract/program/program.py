@@ -101,7 +101,7 @@ LAUNCHES = "launch"
 """Name of the thread that launches an accelerator's work, where its seconds are counted."""
 
 
-class Way(NamedTuple):
+class Channel(NamedTuple):
     """A resource of lanes: a direction of a link, the device, the host's optimizer, the network."""
 
     link: TierName | Literal["device", "update", "network"]
@@ -138,11 +138,11 @@ class Lane(NamedTuple):
     tier: StateTier | None
 
     @property
-    def way(self) -> Way:
+    def channel(self) -> Channel:
         """The resource that it shares with other lanes; states go inwards to an optimizer."""
         if self.direction == "update" and self.tier != "device":
             return UPDATES
-        return Way(self.tier or "network", self.direction in INWARDS)
+        return Channel(self.tier or "network", self.direction in INWARDS)
 
     def __str__(self) -> str:
         return self.direction if self.tier is None else f"{self.direction} {self.tier}"
@@ -154,7 +154,7 @@ COLLECT = Lane("collect", None)
 UPDATE_ON_DEVICE = Lane("update", "device")
 """The device's optimizer on chunks in host memory."""
 
-UPDATES, NETWORK = Way("update"), COLLECT.way
+UPDATES, NETWORK = Channel("update"), COLLECT.channel
 """The optimizer's threads beside compute, and what joins the devices."""
 
 SHARD_ALIGNMENT = 256

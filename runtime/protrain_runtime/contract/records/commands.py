@@ -39,9 +39,9 @@ def profile_command(
     return command("profile", workload.model, [*words, "-o", output])
 
 
-def allow_options(leaves: Sequence[str]) -> list[str]:
+def allow_options(allowed: Sequence[str]) -> list[str]:
     """`--allow` for each of them."""
-    return [word for leave in leaves for word in ("--allow", leave)]
+    return [word for opt_in in allowed for word in ("--allow", opt_in)]
 
 
 def command(name: str, argument: str, options: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ class ActivationForm:
     module: the executor of a form of it takes nothing, and returns a context to stand around what
     runs there. `recomputes` says whether the forward runs once more in backward: plans say
     `recompute NAME` then, and `keep NAME` otherwise. A form that is not `bitwise` changes what
-    training computes: it is profiled and used only with leave (`--allow`), and its plans say
+    training computes: it is profiled and used only by opt-in (`--allow`), and its plans say
     `exact: false`, and how exact they are. One that `looks_inside` goes by the operators or modules
     in a block: of a compiled block these are gone, so that it is not for such blocks. One that is
     `in_graph` is a part of what is compiled, and for compiled blocks alone.
@@ -45,7 +45,7 @@ class ActivationForm:
     in_graph: bool = False
 
     @property
-    def leave(self) -> str:
+    def opt_in(self) -> str:
         """The word for `--allow`: one word for all that rounds, one each for what is less."""
         match self.exactness:
             case "bitwise" | "host rounding":
@@ -155,18 +155,18 @@ def misfit(name: str, *, compiled: bool) -> str:
     return ""
 
 
-def leaves_of(names: Collection[str]) -> tuple[str, ...]:
+def opt_ins_of(names: Collection[str]) -> tuple[str, ...]:
     """List the words for `--allow` of such forms, in order."""
-    asked = (form.leave for form in FORMS.values() if form.leave and form.name in names)
+    asked = (form.opt_in for form in FORMS.values() if form.opt_in and form.name in names)
     return tuple(dict.fromkeys(asked))
 
 
 def allowed_forms(allow: Collection[str], *, compiled: bool = False) -> tuple[str, ...]:
-    """The forms that are bitwise or have one of these leaves, and fit compiled blocks or others."""
+    """Forms that are bitwise or have one of these opt-ins, and fit compiled blocks or others."""
     return tuple(
         name
         for name, form in FORMS.items()
-        if (not form.leave or form.leave in allow) and not misfit(name, compiled=compiled)
+        if (not form.opt_in or form.opt_in in allow) and not misfit(name, compiled=compiled)
     )
 
 

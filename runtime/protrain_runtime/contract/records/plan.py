@@ -12,7 +12,7 @@ from protrain_runtime.contract.records.forms import (
     ROUNDING,
     Exactness,
     least_exact,
-    leaves_of,
+    opt_ins_of,
 )
 from protrain_runtime.contract.records.hardware import TierName, is_accelerator
 from protrain_runtime.contract.records.profile import Form, UnitKind, Workload
@@ -466,11 +466,11 @@ class Plan:
     @property
     def opt_in(self) -> tuple[Exactness, tuple[str, ...]]:
         """The grade of the plan's forms and sums, and the opt-ins that they need."""
-        leaves = leaves_of(self.forms)
+        allowed = opt_ins_of(self.forms)
         grade = least_exact(FORMS[form].exactness for form in self.forms)
         if not self.settings.adds_shards:
-            return grade, leaves
-        return least_exact([grade, ROUNDING]), tuple(dict.fromkeys([ROUNDING, *leaves]))
+            return grade, allowed
+        return least_exact([grade, ROUNDING]), tuple(dict.fromkeys([ROUNDING, *allowed]))
 
     @property
     def graded(self) -> Exactness:

@@ -224,12 +224,12 @@ def _check_plan(plan: Plan, document: Document) -> None:
         if group.num_devices % parts:
             problem = f"{group.num_devices} devices cannot be divided into {parts}"
             raise document.error(problem, at=("settings", "group", key))
-    exactness, leaves = plan.opt_in
+    exactness, allowed = plan.opt_in
     by_host = plan.exactness == "host rounding"  # not opted in to, and follows from the units
     rules = (
         ("exact", by_host or plan.exact, exactness == "bitwise"),
         ("exactness", "bitwise" if by_host else plan.exactness, exactness),
-        ("allowed", plan.allowed, leaves),
+        ("allowed", plan.allowed, allowed),
     )
     for key, stated, found in rules:
         if stated != found:

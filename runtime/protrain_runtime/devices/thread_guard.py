@@ -25,11 +25,11 @@ Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 
 
-class TurnError(ProtrainError, RuntimeError):
+class ThreadGuardError(ProtrainError, RuntimeError):
     """The model is another thread's now, or another process's."""
 
 
-class Turns:
+class ThreadGuard:
     """`graph_lives`: whether a backward may come yet through the last forward.
 
     Nothing here looks at a tensor: the other thread may be changing it, and a gradient that is read
@@ -53,9 +53,9 @@ class Turns:
         return forks() != self._process
 
     def at_home(self, what: str, needed: Collection[object]) -> None:
-        """TurnError, saying `what`, in a forked process, where that needs what only one has."""
+        """ThreadGuardError, saying `what`, where a forked process needs what it does not have."""
         if needed and self.forked:
-            raise TurnError(
+            raise ThreadGuardError(
                 f"{what} in a forked process: the transfers of the plan are carried out by threads"
                 " and with files of the process that called prepare()",
                 fix="do it in that process; or build the model anew in the fork, and prepare it"
@@ -63,7 +63,7 @@ class Turns:
             )
 
     def check(self, what: str, *, step: bool = False) -> None:
-        """TurnError, saying `what`, if another thread uses the model or has gradients."""
+        """ThreadGuardError, saying `what`, if another thread uses the model or has gradients."""
         holder = self._now.get(None)
         if holder is not None and _is_another(holder[0]) and not self.forked:
             raise _refused(what, holder[0], holder[1])
@@ -85,7 +85,7 @@ class Turns:
 
     @contextmanager
     def taken(self, what: str, doing: str, *, step: bool = False) -> Iterator[None]:
-        """Hold the model for `doing`; TurnError, saying `what`, where it is another thread's."""
+        """Hold the model for `doing`; ThreadGuardError, saying `what`, if another thread has it."""
         mine = threading.current_thread(), doing
         holder = self._now.setdefault(None, mine)
         if holder is not mine and not holder[0].is_alive():
@@ -101,8 +101,8 @@ class Turns:
                 del self._now[None]
 
 
-def in_turn(
-    what: str, turns_of: Callable[[Any], Turns | None]
+def guarded(
+    what: str, guard_of: Callable[[Any], ThreadGuard | None]
 ) -> Callable[
     [Callable[Concatenate[Owner, Rest], Result]], Callable[Concatenate[Owner, Rest], Result]
 ]:
@@ -113,8 +113,8 @@ def in_turn(
     ) -> Callable[Concatenate[Owner, Rest], Result]:
         @wraps(function)
         def run(owner: Owner, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result:
-            turns = turns_of(owner)
-            with turns.taken(f"{what} was called", what) if turns else nullcontext():
+            guard = guard_of(owner)
+            with guard.taken(f"{what} was called", what) if guard else nullcontext():
                 return function(owner, *args, **kwargs)
 
         return run
@@ -122,14 +122,14 @@ def in_turn(
     return held
 
 
-def watch_zero_grad(model: nn.Module, turns: Turns) -> Callable[[], None]:
+def watch_zero_grad(model: nn.Module, thread_guard: ThreadGuard) -> Callable[[], None]:
     """Refuse `model.zero_grad()` in another thread's step, else note it; returns the undo."""
     drop: Callable[[bool], None] = model.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:
-        turns.check("zero_grad() was called")
+        thread_guard.check("zero_grad() was called")
         drop(set_to_none)
-        turns.gradients = False
+        thread_guard.gradients = False
 
     return overridden(model, "zero_grad", zero_grad)
 
@@ -138,8 +138,8 @@ def _is_another(thread: threading.Thread) -> bool:
     return thread is not threading.current_thread() and thread.is_alive()
 
 
-def _refused(what: str, other: threading.Thread, doing: str) -> TurnError:
-    return TurnError(
+def _refused(what: str, other: threading.Thread, doing: str) -> ThreadGuardError:
+    return ThreadGuardError(
         f"{what} in thread '{threading.current_thread().name}' while {doing} is under way in thread"
         f" '{other.name}': a model under a plan is used by one thread at a time",
         fix="wait for that to end: a step is one thread's from its forward to optimizer.step() and"

@@ -10,7 +10,7 @@ limit or Ctrl-C ended the search, it depends on the machine, and is not kept.
 from contextlib import suppress
 from dataclasses import replace
 
-from protrain_plan.kept import Kept, dumped, loaded
+from protrain_plan.cache import Kept, dumped, loaded
 from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_runtime.contract.errors import RecordError
 
