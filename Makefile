@@ -12,7 +12,8 @@ USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(USABLE)' 2>/dev/null && echo $(p))))
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# What pip would compile in one process is compiled in as many as there are cores, afterwards.
+PIP := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt
 STAMP := .venv/.installed
 # What `make test` leaves out: what runs every night, and tests that need a GPU.
 MARKERS ?= not slow and not gpu
@@ -40,6 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv (the first time takes minutes: PyTorch is large)"
 	@$(PIP) torch==2.13.0 hatchling
 	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 demo: $(STAMP) ## train under a hard memory limit: a small model, and one larger than the limit
