@@ -134,7 +134,7 @@ def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
     if transfers:
         busiest = max(transfers, key=lambda lane: lane.busy_s)
         sentences.append(
-            f"the busiest lane beside compute is {busiest.name}, "
+            f"besides compute, {busiest.name} is busiest: "
             f"{100 * busiest.utilisation:.0f} % of {of_it}"
             + (f", with {format_bytes(busiest.bytes)}" if busiest.bytes else "")
         )
@@ -168,11 +168,11 @@ def stall_cause(stall: Stall, move: Move) -> str:
         case "fetch":
             return f"{what} from {move.lane.tier or 'the other devices'}"
         case "drain":
-            return f"{what} to leave"
+            return f"{what} to be offloaded"
         case "end":
             if move.kind == "update":
                 return "the last updates"
-            return f"the last {what}" + (" to leave" if move.lane.direction == "spill" else "")
+            return f"the last {what}" + " to be offloaded" * (move.lane.direction == "spill")
         case _:
             assert_never(stall.reason)
 
