@@ -498,6 +498,9 @@ FIXES = {
         refused=does_all("backward", changes_a_rate, "update", "step"),
         loop=does_all(changes_a_rate, "step", "step"),
     ),
+    "a step too early": Fix(
+        refused=does_all(lambda run: run.loss(0), "update alone"), loop=does_all("step")
+    ),
     "a second step": Fix(refused=does_all("backward", "update alone", "update alone"), loop=STEPS),
     "a conversion": Fix(
         refused=does_all("step", lambda run: run.model.double(), "step"), loop=converts_restored
@@ -607,6 +610,15 @@ def another(folder: Path, followed: bool) -> Run:
     return prepared(folder, plan=plan)
 
 
+def misnamed(folder: Path, followed: bool) -> Run:
+    name = "model.layers.1" if followed else "model.layers.9"
+    units = [
+        replace(unit, name=name if unit.name == "model.layers.1" else unit.name)
+        for unit in decided(LOOP.subject.units(), RECOMPUTE, Placement(tier="disk"))
+    ]
+    return prepared(folder, units=units)
+
+
 def no_folder(folder: Path, followed: bool) -> Run:
     return prepared(folder if followed else folder / "missing")
 
@@ -701,6 +713,7 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "a model that follows a plan": twice,
     "a model in a wrapper": wrapped,
     "a plan for another model": another,
+    "a unit that the model has not": misnamed,
     "a directory that is missing": no_folder,
     "an optimizer with states": stepped_before,
     "an optimizer of another model": of_another_model,

@@ -516,6 +516,13 @@ def dropping(run: Run) -> None:
         run.update()
 
 
+def looked_and_dropped(run: Run) -> None:
+    """A loss that was looked at and dropped, as when a batch is skipped."""
+    for number in range(3):
+        run.loss(number + 100)
+        run.step(number)
+
+
 def steps_without_backward(run: Run) -> None:
     for number in range(2):
         run.optimizer.step()
@@ -623,6 +630,7 @@ SCRIPTS: dict[str, Row] = {
     "drops before forward": Row(dropped_before_forward, updates=BOTH),
     "drops after forward": Row(dropped_after_forward, updates=BOTH),
     "a gradient dropped": Row(dropping, updates=("after backward",)),
+    "a loss that is dropped": Row(looked_and_dropped, updates=BOTH),
     "steps without backward": Row(steps_without_backward, updates=BOTH),
     "a hook on a parameter": Row(hooked, r"hook|full_parameters"),
     "two steps": Row(stepped_twice, r"step\(\)|gradient", BOTH),

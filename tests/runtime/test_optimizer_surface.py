@@ -337,9 +337,10 @@ def closed(run: Run) -> None:
         loss.backward()
         return loss
 
-    for _ in range(3):
-        optimizer: Any = run.optimizer
-        run.seen.append(optimizer.step(closure).detach())
+    optimizer: Any = run.optimizer
+    with torch.no_grad():  # a closure records its graph all the same
+        for _ in range(3):
+            run.seen.append(optimizer.step(closure).detach())
 
 
 SCRIPTS: dict[str, Script] = {

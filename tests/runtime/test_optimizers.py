@@ -59,7 +59,6 @@ from tests.support.runtime_cases import (
     build,
     decided,
     delays,
-    mixed,
     weight_decay_groups,
 )
 from tests.support.scenario import Loop, Run, Scenario, Units
@@ -427,17 +426,6 @@ def through_checkpoints(folder: Path, *scenarios: Scenario, plainly_last: bool =
         save(run.model, run.optimizer, folder / "saved")
     run.seen = seen
     return run
-
-
-@pytest.mark.nightly
-def test_states_of_eight_bits_go_through_checkpoints_bitwise(tmp_path: Path) -> None:
-    factory, groups = EIGHT["adamw8bit"]
-    asked = Scenario(model="llama", factory=factory, groups=groups, piece_bytes=5_000)
-    ways = [
-        replace(asked, units=mixed(asked.subject.units(), random.Random(seed), "disk"))
-        for seed in (0, 1)
-    ]
-    assert_bitwise(through_checkpoints(tmp_path, *ways).outcome(), asked.plain())
 
 
 @pytest.mark.parametrize("kind", TORCHAO)

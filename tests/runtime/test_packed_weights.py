@@ -205,29 +205,6 @@ def test_a_plain_run_takes_what_is_predicted_within_five_percent(
     assert measured <= predicted <= 1.05 * measured
 
 
-@pytest.mark.nightly("nf4")
-def test_a_runs_checkpoint_goes_on_under_another_plan_and_plainly(
-    profile: Profile, plain: Trained, tmp_path: Path
-) -> None:
-    saved, again = tmp_path / "saved", tmp_path / "again"
-    swapped = planned(profile, Activations(tier="disk"), PERSISTENT)
-    runs: list[tuple[Plan, int, dict[str, Any]]] = [
-        (planned(profile, RECOMPUTE, Placement(tier="disk")), 2, {"save": saved}),
-        (swapped, 3, {"resume": saved, "save": again}),
-        (swapped, 5, {"resume": again}),
-    ]
-    for plan, num_steps, checkpoints in runs:
-        ended = train(
-            plan,
-            num_steps=num_steps,
-            plain=num_steps == 5,
-            spill_directory=None if num_steps == 5 else tmp_path,
-            **checkpoints,
-        )
-    assert ended.losses == plain.losses[3:]
-    assert ended.parameters_sha256 == plain.parameters_sha256
-
-
 # --- models that a user has packed ----------------------------------------------------------------
 
 

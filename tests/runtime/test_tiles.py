@@ -62,7 +62,6 @@ from tests.support.messages import Speaker
 from tests.support.peaks import (
     PIECE_BYTES,
     SLACK_BYTES,
-    assert_within_the_promise,
     bytes_of_others,
     peaks,
     profile_made,
@@ -873,26 +872,6 @@ def test_measured_bytes_in_place_match_predicted_in_every_slot(
     if (blocks, states) != (KEEP, PERSISTENT):  # which would be no plan's run
         kept = excess(KEEP)
         assert all(own - other <= SLACK_BYTES for own, other in zip(found, kept, strict=True))
-
-
-@pytest.mark.nightly("bfloat16-str-str-Offload1")
-@pytest.mark.parametrize(
-    ("forms", "states"),
-    thinned(
-        [("full", "8 tiles"), ("full", "64 tiles"), ("tiled", "keep")],
-        [PERSISTENT, Placement(tier="disk")],
-        every=2,
-    ),
-    ids=decision_name,
-)
-def test_measured_bytes_in_tiles_never_exceed_predicted(
-    profile: Profile, forms: tuple[str, str], states: Placement, tmp_path: Path
-) -> None:
-    blocks, last = forms
-    if last not in {cost.form for cost in profile.units[-1].forms}:
-        pytest.skip("the form needs no less than another one here")
-    units = with_last(profile, Activations(form=blocks), states, Activations(form=last))
-    assert_within_the_promise(peaks(profile, units, tmp_path))
 
 
 @pytest.mark.nightly("bfloat16-exact")
