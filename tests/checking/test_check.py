@@ -26,7 +26,7 @@ from protrain_runtime.contract.records.plan import (
 from tests.support.checking_cases import PROFILE, AssertGolden, commit, find_plans, offloading
 from tests.support.forked import protrain
 from tests.support.messages import Speaker
-from tests.support.planning_cases import cpu, gpu, joined
+from tests.support.planning_cases import cpu, gpu, joined, with_form
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ("check", "--records-only")
@@ -182,12 +182,7 @@ def test_exa001_tells_a_plan_that_the_repository_gives_no_leave_for(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
     leave = ("int8-activations",)
-    units = []
-    for unit in PROFILE.units:
-        int8 = replace(unit.forms[0], form="int8")
-        forms = (unit.forms[0], int8, *unit.forms[1:]) if unit.kind == "block" else unit.forms
-        units.append(replace(unit, forms=forms))
-    profile = replace(PROFILE, allowed=leave, units=tuple(units))
+    profile = with_form(PROFILE, "int8", *leave)
     exact = offloading(profile)
     planned = tuple(
         replace(unit, activations=Activations(form="int8")) if unit.kind == "block" else unit

@@ -295,9 +295,7 @@ FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
 }
 
 
-@pytest.mark.nightly(
-    "compiled as a whole: each block", "compiled in a plan for plain ones: profile with --compile"
-)
+@pytest.mark.nightly(but=("wrapped in a plan for plain ones: not", "some: all"))
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_compiled_blocks_train_when_the_message_is_followed(

@@ -534,13 +534,6 @@ def hooked(run: Run) -> None:
     run.step(0, 1)
 
 
-def stepped_twice(run: Run) -> None:
-    run.backward(0)
-    run.optimizer.step()
-    run.update()
-    run.step(1)
-
-
 def evaluated_inside(run: Run) -> None:
     run.step(0)
     with full(run):
@@ -633,7 +626,6 @@ SCRIPTS: dict[str, Row] = {
     "a loss that is dropped": Row(looked_and_dropped, updates=BOTH),
     "steps without backward": Row(steps_without_backward, updates=BOTH),
     "a hook on a parameter": Row(hooked, r"hook|full_parameters"),
-    "two steps": Row(stepped_twice, r"step\(\)|gradient", BOTH),
     "an evaluation inside": Row(evaluated_inside, r"full_parameters"),
     "compiled in place": Row(compiled(in_place=True), r"compile"),
     "compiled": Row(compiled(in_place=False), r"compile"),

@@ -203,6 +203,7 @@ def rows_of(number: int) -> Tensor:
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
 
 
+@pytest.mark.nightly("lite-*", "mlp-*", "attn-*")
 @every_device
 @pytest.mark.parametrize("form", ["keep", *RECOMPUTED])
 def test_views_that_are_held_from_step_to_step_are_refused(form: Form, tmp_path: Path) -> None:

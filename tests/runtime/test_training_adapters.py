@@ -158,7 +158,7 @@ def plainly(name: str) -> tuple[list[float], str]:
     return run.seen, digest(model)
 
 
-@pytest.mark.nightly(by_day=24)
+@pytest.mark.nightly(by_day=40)
 @pytest.mark.parametrize("decisions", DECISIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_train_as_plain_torch_trains_what_peft_makes(

@@ -34,6 +34,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import (
+    Form,
     FormCost,
     OptimizerCost,
     Profile,
@@ -166,6 +167,16 @@ def split(size: int, pieces: int) -> tuple[int, ...]:
     weights = range(1, pieces + 1)
     sizes = [size * weight // sum(weights) // 8 * 8 for weight in weights]
     return (*sizes[:-1], size - sum(sizes[:-1]))
+
+
+def with_form(profile: Profile, form: Form, leave: str) -> Profile:
+    """A profile by leave: in another form blocks keep half of what they keep."""
+    units = []
+    for unit in profile.units:
+        half = replace(unit.forms[0], form=form, kept_bytes=unit.forms[0].kept_bytes // 2)
+        forms = (unit.forms[0], half, *unit.forms[1:]) if unit.kind == "block" else unit.forms
+        units.append(replace(unit, forms=forms))
+    return replace(profile, units=tuple(units), allowed=(leave,))
 
 
 def tally_of(profile: Profile) -> Tally:
