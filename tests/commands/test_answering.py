@@ -283,7 +283,7 @@ def test_a_command_that_is_repeated_says_the_same(folder: Path) -> None:
     assert (first.pop("kept"), second.pop("kept")) == (False, True)
     assert second == first
     assert (here / "a.yaml").read_bytes() == (here / "b.yaml").read_bytes()
-    text = protrain(*PLAN, folder=here).stdout
+    text = protrain(*PLAN, "--explain", folder=here).stdout
     assert ", planned before in " in " ".join(text.split())
     [path] = folder.iterdir()
     before = path.stat()

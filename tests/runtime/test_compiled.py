@@ -1,7 +1,6 @@
 """Compiled blocks: profiled, and run under plans with the bits of the compiled plain model."""
 
 import shutil
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,8 +32,7 @@ from protrain_runtime.contract.records.forms import FORMS, leaves_of
 from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Activations, Placement, Plan
 from protrain_runtime.contract.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from protrain_runtime.model.prepared import restore
-from protrain_runtime.preparation import compile_blocks, prepare
+from protrain_runtime.preparation import compile_blocks
 from tests.support import forked
 from tests.support.commands import printed, protrain
 from tests.support.estimates import estimate, measure
@@ -201,31 +199,6 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(assert_says: Speaker) ->
     wrapped: Any = torch.compile(build("llama"), backend="eager")
     for model in (inside, wrapped):
         assert_says(refused(replace(asked, plan=lambda _: plan), model))
-
-
-WARNING = (
-    "the model's own gradient checkpointing is switched off while it is profiled or follows a plan:"
-    " the plan decides which blocks are recomputed"
-)
-
-
-@pytest.mark.nightly
-def test_a_models_own_checkpointing_is_switched_off_under_a_plan(tmp_path: Path) -> None:
-    asked = tried(blocks=False)
-    model: Any = build("llama")
-    model.gradient_checkpointing_enable()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        plan = asked.planned_for(model)
-        prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    assert [str(warning.message) for warning in caught] == [WARNING]
-    assert caught[0].filename == __file__
-    assert not model.is_activation_checkpointing
-    restore(model)
-    assert model.is_activation_checkpointing
-    with pytest.warns(UserWarning, match=WARNING):
-        run = asked.prepared(model, tmp_path)
-    assert_bitwise(asked.played(run), asked.plain())
 
 
 # --- the flag: profile, plan and prepare --------------------------------------------------------

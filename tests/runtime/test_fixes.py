@@ -806,6 +806,12 @@ class Summing(torch.optim.SGD):
             parameter.sub_(kept[key], alpha=0.1)
 
 
+def all_but_one(model: Any) -> list[dict[str, Any]]:
+    """Plain PyTorch leaves its gradient, which updates in backward would use up."""
+    left = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    return [{"params": [p for p in model.parameters() if p is not left]}]
+
+
 def sets_late(run: Run) -> None:
     optimizer: Any = run.optimizer
     optimizer.damp = 0.5
@@ -833,6 +839,8 @@ def of_masters(states: Placement, **given: Any) -> Scenario:
 
 EARLY = Placement(tier="disk", speculate=True)
 CLIP: dict[str, Any] = {"updates": "after backward"}
+TWO: dict[str, Any] = {"settings": {"micro_batches": 2, **CLIP}}
+ADDED = Loop(num_steps=2, micro_batches=2)
 SHARING = changed(shares_memory)
 PLANS: dict[str, tuple[Scenario, Scenario]] = {
     "a check of another name": (
@@ -848,7 +856,19 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         asked(OPTIMIZER_IN_BACKWARD, settings=CLIP),
         asked(PERSISTENT, settings=CLIP),
     ),
+    "an update in backward, of micro-batches": (
+        asked(OPTIMIZER_IN_BACKWARD, settings={"micro_batches": 2}),
+        asked(PERSISTENT, **TWO, script=ADDED),
+    ),
+    "an update in backward, of no group": (
+        asked(OPTIMIZER_IN_BACKWARD, groups=all_but_one),
+        asked(PERSISTENT, groups=all_but_one),
+    ),
     "an update ahead of the norm, without --clip": (asked(EARLY), asked()),
+    "an update ahead of the norm, of micro-batches": (
+        asked(EARLY, **TWO),
+        asked(**TWO, script=ADDED),
+    ),
     "overlapping steps of micro-batches": (
         asked(settings={"overlap_steps": True, "micro_batches": 2}),
         asked(settings={"micro_batches": 2}, script=Loop(num_steps=2, micro_batches=2)),

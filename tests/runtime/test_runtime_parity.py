@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from protrain_plan.profiling.structure.discovery import discover, undisturbed
 from protrain_runtime import MovingAverage, full_parameters, restore
 from protrain_runtime.contract.program.compiling import compile_plan
 from protrain_runtime.contract.program.program import MAX_PIECES, disk_pieces
-from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     KEEP,
@@ -177,16 +175,6 @@ def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
 def test_evaluation_between_steps_matches_plain_torch_bitwise(name: str, tmp_path: Path) -> None:
     script = Loop(num_steps=4, looks=(None, torch.no_grad), evaluates=True)
     Scenario(model=name, units=busy_with(), script=script).assert_like_plain(tmp_path)
-
-
-@pytest.mark.nightly
-def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
-    path, spill = tmp_path / "plan.yaml", tmp_path / "spill"
-    asked = Scenario(model="llama", units=busy_with())
-    write_plan(asked.planned_for(build("llama")), path)
-    spill.mkdir()
-    given: Any = str(path)
-    replace(asked, plan=lambda _: given).assert_like_plain(spill)
 
 
 @pytest.mark.nightly(but=("cuda",))
