@@ -36,7 +36,6 @@ FORMATS = Path(__file__).parents[1] / "formats"
 def checked(
     *plans: Path, budgets: str = "", allow: tuple[str, ...] = (), on: tuple[Hardware, ...] = ()
 ) -> Report:
-    """The report on plans, with the budgets in a text."""
     limits: Mapping[str, MachineBudget] = {}
     if budgets:
         file = plans[0].parent.parent / "budgets.yaml"
@@ -122,7 +121,6 @@ def edited(plan: Path, before: str, after: str, *, file: str = "plan.yaml") -> P
 
 
 def with_unit(**change: Any) -> Plan:
-    """The plan with one of its blocks changed."""
     return replace(MADE, units=(*MADE.units[:2], replace(MADE.units[2], **change), *MADE.units[3:]))
 
 

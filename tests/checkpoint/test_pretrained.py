@@ -50,7 +50,6 @@ def trained(name: str, folder: Path, *, steps: int = 2) -> Any:
 
 
 def assert_reads(model: nn.Module, folder: Path) -> None:
-    """The values that transformers reads are the model's."""
     read, info = type(model).from_pretrained(folder, output_loading_info=True)  # type: ignore[attr-defined]
     assert not any(info.values()), info
     assert list(differences(read.state_dict(), copied(model.state_dict()), "")) == []

@@ -243,7 +243,6 @@ CPU, CARD_MACHINE = load_hardware("cpu"), load_hardware("l4")
 
 
 def on(machine: Hardware, **device: Any) -> Hardware:
-    """The machine with another device, under its name."""
     changed = replace(machine.device, **device)
     return replace(machine, name=changed.kind, device=changed)
 

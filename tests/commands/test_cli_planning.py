@@ -197,7 +197,6 @@ def test_least_memory_for_a_speed(small: Path, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_largest_that_fits_is_estimated_at_its_size(tmp_path: Path) -> None:
-    """One more does not fit, and a plan is for an estimate of its own size."""
     asked = (
         *("plan", "tiny-llama", "--on", "rtx-4090", "--seq-len", 128, "-o", "plan.yaml"),
         *("--device-memory", "700MiB", "--host-memory", "64MiB", "--disk", "0B"),

@@ -51,7 +51,6 @@ def test_a_first_step_that_only_makes_states_is_not_counted(optimizer: str) -> N
 
 
 def second_step_bytes(kind: Any, shapes: Iterable[tuple[int, ...]]) -> int:
-    """Bytes that a second step takes on parameters of these shapes."""
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     made = kind(parameters)
     for each in parameters:

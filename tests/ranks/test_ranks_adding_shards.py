@@ -106,7 +106,6 @@ def in_added_ddp(rank: int, count: int, loop: Loop) -> InAddedDDP:
 def compared(
     rank: int, count: int, loop: Loop, plans: Sequence[Plan], spill: Path, tolerance: float
 ) -> list[list[str]]:
-    """By plan, where its training differs from FSDP2's."""
     plain = in_fsdp if device().type == "cpu" else in_added_ddp
     expected = with_norms(plain(rank, count, loop), loop)
     made = [planned(rank, count, loop, plan, spill) for plan in plans]

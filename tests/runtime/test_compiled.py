@@ -85,7 +85,6 @@ def compile_layers(model: nn.Module, *, backend: str, wrapped: bool = False) -> 
 
 
 def compiled(backend: str = "aot_eager", *, wrapped: bool = False) -> Subject:
-    """A Llama whose layers a script has compiled."""
     change = partial(compile_layers, backend=backend, wrapped=wrapped)
     return replace(CATALOGUE["llama"], change=change)
 

@@ -658,7 +658,6 @@ def test_measured_bytes_match_predicted_in_every_slot_with_copies(
 
 
 def with_copies(units: Units, rng: random.Random, *others: Activations) -> Units:
-    """Decisions at random, with copies among them."""
     return tuple(
         replace(unit, activations=rng.choice([*others, *DECISIONS, unit.activations]))
         if unit.kind == "block"

@@ -86,7 +86,6 @@ def plainly(*numbers: int) -> Outcome:
 
 
 def assert_as_it_was(model: torch.nn.Module) -> None:
-    """It takes a plain step."""
     run = spilling().plain_run(model)
     run.step(0)
     assert_bitwise(run.outcome(), plainly(0))

@@ -82,8 +82,6 @@ VERBS: dict[str, Script] = {
 
 
 def does_all(*verbs: Verb) -> Script:
-    """A script of verbs."""
-
     def script(run: Run) -> None:
         numbers = itertools.count()
         for verb in verbs:
@@ -96,8 +94,6 @@ def does_all(*verbs: Verb) -> Script:
 
 
 def inside(what: Script, *, modify: bool = False) -> Script:
-    """With all parameters there."""
-
     def script(run: Run) -> None:
         with full_parameters(run.model, modify):
             what(run)
@@ -455,7 +451,6 @@ class Fix:
 
 
 def unless(script: Callable[..., object], **mended: Any) -> Fix:
-    """The same script is refused, unless it is called so."""
     return Fix(refused=script, loop=partial(script, **mended))
 
 
@@ -827,7 +822,6 @@ SHARD = Placement(tier="device")
 
 
 def of_masters(states: Placement, **given: Any) -> Scenario:
-    """A plan for float32 copies, as of `--precision master`."""
     scenario = asked(states, **given)
 
     def planned(model: Any) -> Plan:
@@ -1050,8 +1044,6 @@ def in_bfloat16(use: str = "") -> torch.nn.Module:
 
 
 class Tied(Stack):
-    """Its forward ties the head to the embedding."""
-
     def forward(self, tokens: torch.Tensor, step: int) -> Any:
         self.head.weight = self.embedding.weight
         return super().forward(tokens, step)

@@ -57,7 +57,6 @@ def tried(
     states: Placement = DISK,
     **options: Any,
 ) -> Scenario:
-    """All states in one place."""
     given: dict[str, Any] = {
         "model": STACK,
         "units": lambda units: decided(units, KEEP, states),
@@ -71,7 +70,6 @@ def planned(folder: Path, *, updates: Updates = "in backward", states: Placement
 
 
 def with_away(name: str, units: Units) -> Units:
-    """One unit's states are away."""
     return [replace(unit, states=DISK if unit.name == name else PERSISTENT) for unit in units]
 
 
@@ -466,7 +464,6 @@ def edited(run: Run) -> None:
 
 
 def moved(run: Run) -> None:
-    """To where the model is."""
     run.step(0)
     model = run.model
     for same in (model.to("cpu"), model.cpu(), model.float(), model.to("cpu:0")):
@@ -580,7 +577,6 @@ def checkpointed(*, reentrant: bool) -> Script:
 
 
 def called_with_others(run: Run) -> None:
-    """Parameters are given for one call."""
     given = {name: value * 0.5 for name, value in plain_values().items()}
     with torch.no_grad():
         run.seen.append(torch.func.functional_call(run.model, given, (), dict(batch_of(5))))

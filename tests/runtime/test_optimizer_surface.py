@@ -298,8 +298,6 @@ def hooked(run: Run) -> None:
 
 
 def changing_hooks(run: Run) -> None:
-    """One changes what is saved, and the other what is loaded."""
-
     def saved(_: Any, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "more": 3}
 

@@ -197,8 +197,6 @@ def of_feature(feature: str) -> Hostile:
 
 
 class JudgeOfOpen(judging.Judge):
-    """The decisions that the profile leaves open."""
-
     def _decided(self, name: judging.PlanName, units: tuple[UnitPlan, ...]) -> tuple[UnitPlan, ...]:
         problem = Problem.of(self.profile, Budgets(device=2**40, host=2**40, disk=2**40))
         kinds = [
@@ -312,7 +310,6 @@ EIGHT: dict[str, tuple[Factory, Any]] = {
 
 
 def of_torchao(kind: str, **options: Any) -> Any:
-    """A class of torchao's, with options."""
     return partial(getattr(pytest.importorskip("torchao.optim"), kind), **options)
 
 

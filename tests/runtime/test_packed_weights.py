@@ -86,8 +86,6 @@ def kind(request: pytest.FixtureRequest) -> Quantize:
 
 @pytest.fixture(scope="module")
 def profile(kind: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """A measured profile of a small Llama in bfloat16, packed, with adapters."""
-
     def make(folder: Path) -> Profile:
         return measured(
             load_source("packed", model_config=json.dumps(CONFIG)),

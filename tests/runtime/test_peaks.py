@@ -109,7 +109,6 @@ def profile(request: pytest.FixtureRequest, tmp_path_factory: Profiles) -> Profi
 
 
 def each_profile(*axes: Sequence[object], names: str, every: int) -> pytest.MarkDecorator:
-    """Every combination with each of the models."""
     return pytest.mark.parametrize(
         f"profile, {names}",
         thinned(MODELS, *axes, every=every),
@@ -230,7 +229,6 @@ def started(
     plan: Plan | None = None,
     **options: Any,
 ) -> Run:
-    """A run of the profile's model, with batches as the profile's."""
     source = load_source(profile.workload.model, model_config=profile.workload.model_config)
     given = batches_of(source, batch_size=4, seq_len=64, device="cpu", text=None, seed=0)
     held: dict[int, Batch] = {}  # one batch, as the profile counts

@@ -396,7 +396,6 @@ SIZES = {
 
 
 def gemma2(layers: int = 2, capped_at: float = 30.0, **sizes: int) -> Any:
-    """The head is tied, and its logits are soft-capped."""
     own = {"num_hidden_layers": layers, "head_dim": 24, "final_logit_softcapping": capped_at}
     return Gemma2ForCausalLM(Gemma2Config(**{**SIZES, **sizes}, **own, use_cache=False))
 
@@ -433,7 +432,6 @@ LOOPS = ("llama", "llama-tied", "gpt2", "t5", "functional", *OWN)
 
 
 def ignoring(name: str, number: int) -> Batch:
-    """A batch with labels of which some are ignored."""
     made = labelled(number) if name in OWN else CATALOGUE[name].batches(number)
     if isinstance(made, dict):
         made["labels"][:, :: 3 if name == "bert" else 9] = -100
@@ -581,7 +579,6 @@ def made(factory: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
 def gradients(
     model: nn.Module, context: AbstractContextManager[object], *, autocast: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients; the whole model runs in `context`."""
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), context:
         loss = model(**batch())["loss"]

@@ -206,7 +206,6 @@ OPTIONS = (
 
 @pytest.fixture(scope="module", params=OPTIONS)
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """A measured profile of a small Llama in bfloat16 with an adapter."""
     adapter = str(parse_lora(request.param))
     make = partial(profiled_here, "tiny-llama", dtype="bfloat16", adapter=adapter, num_steps=2)
     return profile_made(tmp_path_factory, f"adapters-{request.param}", make)

@@ -275,7 +275,6 @@ def small(hardware: Hardware, *, blocks: int = 6, **own: Any) -> Profile:
 
 
 def within(profile: Profile, device: int, below: int = 10**12) -> Budgets:
-    """Budgets with `device` bytes for tensors, beside the context."""
     context = profile.hardware.device.context_bytes
     return Budgets(device=device + context, host=below, disk=below)
 

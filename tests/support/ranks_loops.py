@@ -313,7 +313,6 @@ def several(loop: Loop, units: Sequence[UnitPlan], count: int, **options: Any) -
 
 
 def in_turn(name: str, *places: Placement) -> tuple[UnitPlan, ...]:
-    """The placements, unit by unit."""
     schedule = Schedule(forward_lead=1, backward_lead=2, update_drain=1)
     return tuple(
         replace(unit, states=place, schedule=schedule)
