@@ -40,7 +40,7 @@ from tests.support.trained import train
 pytestmark = pytest.mark.emulated
 
 MIB = 2**20
-SOURCE = small_source("llama", num_hidden_layers=4)
+SOURCE = small_source("llama", num_hidden_layers=2)
 WORKSPACES = 2 * MIB  # the emulated device's matrix products take 1 MiB per thread and stream
 CONTEXT = 48 * MIB  # what its driver says that a process takes besides
 AMPLE = Budgets(device=2**32, host=10**12, disk=10**12)
