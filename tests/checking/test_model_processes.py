@@ -121,7 +121,6 @@ SLOW = {
 
 
 def findings(folder: Path, *arguments: str, code: int = 1) -> dict[str, dict[str, Any]]:
-    """The findings about each plan's model, by the plan's folder."""
     result = forked.protrain("check", "--json", *arguments, folder=folder, WIDTH="8")
     assert (result.returncode, result.stderr) == (code, ""), result
     return {

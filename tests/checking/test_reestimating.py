@@ -124,7 +124,6 @@ def repository(made: tuple[Repository, Profile]) -> Repository:
 
 @pytest.fixture
 def peak(made: tuple[Repository, Profile], repository: Repository) -> int:
-    """The first plan's bytes on the device."""
     return read_plan(repository.plan).prediction.peak_bytes.on_device
 
 

@@ -200,7 +200,7 @@ def of_one(directory: Path, *, seed: int = 1) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["of one", "of two"])
+@pytest.fixture(scope="module", params=["of one", pytest.param("of two", marks=pytest.mark.slow)])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, to be copied."""
     if request.param == "of one":

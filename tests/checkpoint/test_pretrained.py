@@ -17,7 +17,7 @@ from tests.support.faults import file_limit
 from tests.support.messages import Speaker
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
-from tests.support.ranks_loops import guarded
+from tests.support.ranks_loops import in_turn
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -50,7 +50,6 @@ def trained(name: str, folder: Path, *, steps: int = 2) -> Any:
 
 
 def assert_reads(model: nn.Module, folder: Path) -> None:
-    """The values that transformers reads are the model's."""
     read, info = type(model).from_pretrained(folder, output_loading_info=True)  # type: ignore[attr-defined]
     assert not any(info.values()), info
     assert list(differences(read.state_dict(), copied(model.state_dict()), "")) == []
@@ -126,7 +125,7 @@ def test_peft_reads_adapters_alone(packs: bool, tmp_path: Path) -> None:
 
 def saving(rank: int, count: int, folder: Path) -> Any:
     subject = CATALOGUE["llama-tied"]
-    units = guarded(
+    units = in_turn(
         "llama-tied",
         *(PERSISTENT, Placement(tier="device"), Placement(tier="host"), Placement(tier="disk")),
     )

@@ -81,8 +81,6 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, its optimizer and its precision."""
-
     factory: Factory
     dtype: torch.dtype = torch.float32
     precision: Precision = "pure"

@@ -232,6 +232,7 @@ def test_no_command_writes_over_what_it_reads(command: str, way: str, tmp_path: 
     assert plan.is_file()
 
 
+@pytest.mark.nightly(by_day=3)
 @pytest.mark.parametrize(
     ("typed", "names"),
     [

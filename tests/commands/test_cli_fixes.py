@@ -243,7 +243,6 @@ CPU, CARD_MACHINE = load_hardware("cpu"), load_hardware("l4")
 
 
 def on(machine: Hardware, **device: Any) -> Hardware:
-    """The machine with another device, under its name."""
     changed = replace(machine.device, **device)
     return replace(machine, name=changed.kind, device=changed)
 
@@ -322,7 +321,7 @@ def succeed(command: str) -> None:
 
 
 @pytest.mark.nightly("clip.json*")
-@pytest.mark.nightly(by_day=9)
+@pytest.mark.nightly(by_day=18)
 @pytest.mark.parametrize("row", rows(PROFILES), ids=str)
 def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
     before, after = (f"profile {each} --on cpu -o made.yaml" for each in row.split(" => "))
@@ -332,7 +331,7 @@ def test_a_model_is_profiled_when_the_message_is_followed(row: str, assert_says:
 
 # These probe this machine, and profile Llama.
 @pytest.mark.nightly("*--device cpu", "fit other.yml*")
-@pytest.mark.nightly(by_day=6)
+@pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("row", rows(COMMANDS), ids=str)
 def test_a_command_succeeds_when_the_message_is_followed(row: str, assert_says: Speaker) -> None:
     before, after = row.split(" => ")

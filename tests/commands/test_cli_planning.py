@@ -20,7 +20,16 @@ from protrain_runtime.contract.units import format_bytes
 from tests.support.commands import PROTRAIN, printed
 from tests.support.forked import protrain
 from tests.support.messages import Speaker
-from tests.support.planning_cases import cpu, decoder, gpu, joined, least_bytes, question, within
+from tests.support.planning_cases import (
+    cpu,
+    decoder,
+    gpu,
+    joined,
+    least_bytes,
+    question,
+    with_form,
+    within,
+)
 from tests.support.planning_cases import small as six_blocks
 
 
@@ -188,7 +197,6 @@ def test_least_memory_for_a_speed(small: Path, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_largest_that_fits_is_estimated_at_its_size(tmp_path: Path) -> None:
-    """One more does not fit, and a plan is for an estimate of its own size."""
     asked = (
         *("plan", "tiny-llama", "--on", "rtx-4090", "--seq-len", 128, "-o", "plan.yaml"),
         *("--device-memory", "700MiB", "--host-memory", "64MiB", "--disk", "0B"),
@@ -345,14 +353,8 @@ def test_no_colours_and_no_bar_where_nobody_looks(profile: Path, tmp_path: Path)
 @pytest.fixture
 def with_int8(tmp_path: Path) -> Path:
     """A profile that was recorded with leave: an int8 copy is half of what a block keeps."""
-    held, path = decoder(gpu(), blocks=2), tmp_path / "profile.yaml"
-    units = []
-    for unit in held.units:
-        keep = unit.forms[0]
-        int8 = replace(keep, form="int8", kept_bytes=keep.kept_bytes // 2)
-        forms = (keep, int8, *unit.forms[1:]) if unit.kind == "block" else unit.forms
-        units.append(replace(unit, forms=forms))
-    write_profile(replace(held, units=tuple(units), allowed=("int8-activations",)), path)
+    path = tmp_path / "profile.yaml"
+    write_profile(with_form(decoder(gpu(), blocks=2), "int8", "int8-activations"), path)
     return path
 
 

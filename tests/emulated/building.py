@@ -24,7 +24,6 @@ FLAGS = (
 
 
 def compiler() -> str | None:
-    """The C++ compiler, if there is one."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 

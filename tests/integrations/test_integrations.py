@@ -521,20 +521,6 @@ def test_an_accelerated_loop_trains_when_the_message_is_followed(
     assert engine_of(loop(followed).run(epochs=1, clips=True).model) is not None
 
 
-def test_optimizers_that_are_not_of_the_model_or_were_used_are_refused(
-    assert_says: Speaker,
-) -> None:
-    model, other = build("gpt2"), nn.Linear(2, 2)
-    both = ADAMW([*model.parameters(), *other.parameters()])
-    used = ADAMW(model.parameters())
-    model(**default_collate(rows(4, seed=0))).loss.backward()
-    used.step()
-    compiled: Any = torch.compile(build("gpt2"))
-    for of, optimizer in ((model, both), (model, used), (compiled, ADAMW(compiled.parameters()))):
-        attach = partial(in_accelerate.use_plan, accelerator(), of, optimizer, plan("gpt2"))
-        assert_says(refused(attach))
-
-
 # --- optimizers that are adopted ------------------------------------------------------------------
 
 

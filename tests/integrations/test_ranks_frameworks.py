@@ -19,7 +19,7 @@ from protrain_runtime.integrations import accelerate, transformers
 from protrain_runtime.integrations.lightning import PlannedRanks, UsePlan
 from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
-from tests.support.ranks_loops import Loop, guarded, leaves, several
+from tests.support.ranks_loops import Loop, in_turn, leaves, several
 from tests.support.runtime_cases import ADAMW, build, copied, differences
 
 PLACES: tuple[Placement, ...] = (
@@ -44,7 +44,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 def plan(**options: Any) -> Plan:
-    made = several(LOOP, guarded(LOOP.name, *PLACES), 2, **options)
+    made = several(LOOP, in_turn(LOOP.name, *PLACES), 2, **options)
     return replace(made, settings=replace(made.settings, updates="after backward"))
 
 

@@ -136,12 +136,7 @@ def test_a_disk_without_which_nothing_fits_is_used_as_any_tier() -> None:
 def test_without_an_open_disk_there_is_one_search() -> None:
     closed = with_resource(SPARED, "disk", 0)
     stages: list[str] = []
-    found = solve_sparing(
-        closed.problems(),
-        closed.budgets,
-        effort=replace(EFFORT, progress=lambda *told: stages.append(told[0])),
-    )
-    assert solved(found).plan == solved(freely(SPARED, disk=False)).plan
+    assert planned(closed, stages=stages).plan == solved(freely(SPARED, disk=False)).plan
     assert not any(stage.startswith("without the disk") for stage in stages)
 
 
@@ -149,14 +144,10 @@ def test_a_disk_that_cannot_be_worth_it_is_not_searched_for() -> None:
     """All lanes take nearly as long as the plan without it."""
     ample = asked(host_gb=5, device_mb=2500)
     stages: list[str] = []
-    found = solve_sparing(
-        ample.problems(),
-        ample.budgets,
-        effort=replace(EFFORT, progress=lambda *told: stages.append(told[0])),
-    )
+    found = planned(ample, stages=stages)
     assert stages
     assert all(stage.startswith("without the disk: ") for stage in stages)
-    assert seconds(freely(ample, disk=True)) > seconds(solved(found)) / (1 + DISK_GAIN)
+    assert seconds(freely(ample, disk=True)) > seconds(found) / (1 + DISK_GAIN)
 
 
 @pytest.mark.nightly("0", "1")

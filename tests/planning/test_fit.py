@@ -232,7 +232,6 @@ def test_two_devices_with_micro_batches_pay_for_each_other() -> None:
 
 
 def billed(profile: Profile, step_seconds: float) -> Spending:
-    """One device that has no price."""
     return spending(
         profile, num_devices=1, num_tokens=2000, step_seconds=step_seconds, price_per_hour=0.0
     )

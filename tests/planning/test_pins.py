@@ -48,7 +48,6 @@ def problem(
 
 
 def decided(units: tuple[UnitOptions, ...]) -> dict[str, str]:
-    """The decisions of the units that have one option left, by name."""
     found: dict[str, str] = {}
     for unit in units:
         words: list[str] = []

@@ -463,6 +463,7 @@ def random_pins(problem: Problem, rng: random.Random) -> tuple[Pin, ...]:
     return tuple(map(parse_pin, texts))
 
 
+@pytest.mark.nightly("48")  # takes as long as four others
 @pytest.mark.nightly(by_day=12)
 @pytest.mark.parametrize("seed", thinned(range(60), every=6))
 def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:

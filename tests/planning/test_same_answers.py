@@ -57,7 +57,6 @@ def decided(plan: Plan) -> list[str]:
 
 
 def leads(schedule: Schedule) -> tuple[float | None, ...]:
-    """Its leads and drains, in slots."""
     early = (schedule.forward_lead, schedule.backward_lead, schedule.swap_lead)
     return (*early, schedule.swap_drain, schedule.update_drain)
 

@@ -200,7 +200,6 @@ def arguments(plan: Plan) -> dict[str, str]:
 
 
 def fields(plan: Plan) -> dict[str, Any]:
-    """Fields of torchtitan that are set to plain values."""
     found: dict[str, Any] = {}
     for node in ast.walk(ast.parse(export(plan, "torchtitan").text)):
         if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call):

@@ -67,7 +67,6 @@ def fits_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stages_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a pipeline, with the step of its busiest stage."""
     path = tmp_path_factory.mktemp("stages") / "stages.html"
     path.write_text(page_text(stages_step(micro_batches=24)), encoding="utf-8")
     return path

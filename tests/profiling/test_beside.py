@@ -46,7 +46,7 @@ def test_no_measured_forward_takes_more_than_is_counted(name: str) -> None:
 
 
 def test_seconds_and_weights_are_those_of_its_units() -> None:
-    trained, other = estimated("llama"), estimated("gpt2")
+    trained = other = estimated("gpt2")
     both = with_beside(trained, other)
     assert both.beside is not None
     seconds = sum(unit.cost("keep").forward_s for unit in other.units)

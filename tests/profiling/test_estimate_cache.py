@@ -34,7 +34,6 @@ def known(hardware: Hardware | None = None) -> tuple[EstimateRequest, Tally]:
 
 
 def kept() -> tuple[EstimateRequest, Tally, EstimateCache]:
-    """An answer that is known, and a cache that has it."""
     question, tally = known()
     cache = EstimateCache()
     cache.keep_tally(question, tally)

@@ -51,7 +51,6 @@ def test_a_first_step_that_only_makes_states_is_not_counted(optimizer: str) -> N
 
 
 def second_step_bytes(kind: Any, shapes: Iterable[tuple[int, ...]]) -> int:
-    """Bytes that a second step takes on parameters of these shapes."""
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     made = kind(parameters)
     for each in parameters:
@@ -66,11 +65,11 @@ def second_step_bytes(kind: Any, shapes: Iterable[tuple[int, ...]]) -> int:
 class TwoRules(torch.optim.Optimizer):
     """Matrices by one rule and all else by another, in one `step` whose names outlive their use.
 
-    guarded   parameters come as they come; else all of one rule before all of the other
+    in_turn   parameters come as they come; else all of one rule before all of the other
     vectors_first, in_attributes  which rule is first, and whether `self` has names, too
     """
 
-    guarded = vectors_first = in_attributes = False
+    in_turn = vectors_first = in_attributes = False
 
     def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
         self.names: tuple[Any, ...] = ()
@@ -79,7 +78,7 @@ class TwoRules(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
-        if not self.guarded:
+        if not self.in_turn:
             parameters.sort(key=lambda p: (p.dim() == 2) is self.vectors_first)
         for p in parameters:
             state = self.state[p]
@@ -102,7 +101,7 @@ class TwoRules(torch.optim.Optimizer):
 
 
 RULES = [
-    dict(zip(("guarded", "vectors_first", "in_attributes"), flags, strict=True))
+    dict(zip(("in_turn", "vectors_first", "in_attributes"), flags, strict=True))
     for flags in itertools.product((False, True), repeat=3)
 ]
 TWO_RULES = [

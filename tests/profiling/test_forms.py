@@ -407,7 +407,6 @@ def test_forms_of_a_compiled_block_match_it_bitwise(block: str, backend: str) ->
 
 
 def forms(name: str) -> list[tuple[str, ...]]:
-    """The forms of every unit of a model."""
     model, first = build(name), batch(name, 0)
     units, _ = weighed(model, first)
     return [tuple(cost.form for cost in unit.forms) for unit in units]

@@ -19,7 +19,6 @@ from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.profile import Workload
 from tests.support.forked import protrain
 from tests.support.runtime_cases import attached, copied, differences
-from tests.support.thinning import thinned
 
 WORKLOAD = Workload(
     model="x", model_config="", batch_size=2, seq_len=1, dtype="float32", device="cpu", seed=0
@@ -192,47 +191,38 @@ def test_the_calls_that_the_other_tests_end_in_are_those_of_a_profile(tmp_path: 
     assert counting.count == NUM_CALLS
 
 
-@pytest.mark.nightly("9", "26", "31")
+ENDS: dict[str, tuple[str, Callable[[], None], type[BaseException]]] = {
+    "an exception in a forward": ("at_call", fail, ZeroDivisionError),
+    "an exception in a backward": ("at_backward", fail, ZeroDivisionError),
+    "Ctrl-C": ("at_call", interrupt, KeyboardInterrupt),
+    "no memory": ("at_call", exhaust, RuntimeError),
+}
+CALLS = {
+    "an exception in a forward": range(1, NUM_CALLS + 1),
+    "an exception in a backward": (1, 2, 3, 4, 9),
+    "Ctrl-C": (1, 25, 26, NUM_CALLS),
+    "no memory": (1, 25, 26, NUM_CALLS),
+}
+BY_DAY = {
+    *(("an exception in a forward", call) for call in (1, 25, 30)),
+    *(("Ctrl-C", 26), ("no memory", 25), ("no memory", NUM_CALLS)),
+}
+
+
 @pytest.mark.parametrize(
-    "call",
+    ("end", "call"),
     [
-        pytest.param(call, marks=() if call in (1, 9, 25, 30) else pytest.mark.slow)
-        for call in range(1, NUM_CALLS + 1)
+        pytest.param(end, call, marks=() if (end, call) in BY_DAY else pytest.mark.slow)
+        for end, calls in CALLS.items()
+        for call in calls
     ],
 )
-def test_an_exception_in_a_forward_leaves_the_model_as_it_was(call: int, tmp_path: Path) -> None:
-    model = model_with_gradients()
-    model.at_call = At(call, fail)
-    measured(model, ZeroDivisionError, tmp_path)
-
-
-@pytest.mark.nightly("4", "9")
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(call, marks=() if call in (4, 9) else pytest.mark.slow)
-        for call in (1, 2, 3, 4, 9)
-    ],
-)
-def test_an_exception_in_a_backward_leaves_the_model_as_it_was(call: int, tmp_path: Path) -> None:
-    model = model_with_gradients()
-    model.at_backward = At(call, fail)
-    measured(model, ZeroDivisionError, tmp_path)
-
-
-@pytest.mark.nightly("1-failing0")
-@pytest.mark.parametrize(
-    ("call", "failing"),
-    thinned(
-        [1, 25, 26, NUM_CALLS], [(interrupt, KeyboardInterrupt), (exhaust, RuntimeError)], every=2
-    ),
-)
-def test_an_interruption_leaves_the_model_as_it_was(
-    call: int, failing: tuple[Callable[[], None], type[BaseException]], tmp_path: Path
+def test_a_profile_that_ends_early_leaves_the_model_as_it_was(
+    end: str, call: int, tmp_path: Path
 ) -> None:
-    act, error = failing
+    place, act, error = ENDS[end]
     model = model_with_gradients()
-    model.at_call = At(call, act)
+    setattr(model, place, At(call, act))
     measured(model, error, tmp_path)
 
 

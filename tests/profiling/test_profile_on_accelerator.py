@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from protrain_plan.hardware.probe import probe
 from protrain_plan.hardware.speeds import measure_overheads
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
-from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure_model
@@ -33,7 +32,7 @@ from protrain_runtime.contract.records.profile import DType, Profile, Workload
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
-from tests.support.estimates import batches_of, model_of
+from tests.support.estimates import batches_of, model_of, small_source
 from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
 from tests.support.programs import compile_units
 from tests.support.trained import train
@@ -41,7 +40,7 @@ from tests.support.trained import train
 pytestmark = pytest.mark.emulated
 
 MIB = 2**20
-SOURCE = load_source("tiny-llama")
+SOURCE = small_source("llama", num_hidden_layers=2)
 WORKSPACES = 2 * MIB  # the emulated device's matrix products take 1 MiB per thread and stream
 CONTEXT = 48 * MIB  # what its driver says that a process takes besides
 AMPLE = Budgets(device=2**32, host=10**12, disk=10**12)

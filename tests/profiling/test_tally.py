@@ -14,6 +14,7 @@ from protrain_plan.profiling.tally import Tally, dumps_tally, loads_tally
 from protrain_runtime.contract.errors import ProtrainError, RecordError
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.estimates import asked, estimate
+from tests.support.planning_cases import decoder, tally_of
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "seq_len": 64, "dtype": "bfloat16"}
 
@@ -41,14 +42,17 @@ def test_a_tally_is_the_estimate_of_every_card() -> None:
     assert one.units != other.units
 
 
+BY_HAND = tally_of(decoder(load_hardware("rtx-4090"), blocks=2))
+
+
 def test_a_machine_without_rates_has_no_seconds() -> None:
     machine = replace(load_hardware("rtx-4090"), rates=None)
     with pytest.raises(ProtrainError, match="compute rates are unknown"):
-        tally().on(machine)
+        BY_HAND.on(machine)
 
 
 def test_what_reads_back_is_the_tally() -> None:
-    assert loads_tally(dumps_tally(tally())) == tally()
+    assert loads_tally(dumps_tally(BY_HAND)) == BY_HAND
 
 
 CHANGES = {
@@ -65,7 +69,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_no_tally_is_not_read(change: str) -> None:
-    data = json.loads(dumps_tally(tally()))
+    data = json.loads(dumps_tally(BY_HAND))
     name, value = CHANGES[change]
     assert data[name] != value
     with pytest.raises(RecordError):

@@ -110,7 +110,7 @@ def compared(rank: int, count: int, plans: Sequence[Plan], folder: Path) -> list
     return found
 
 
-def guarded(*places: Placement) -> tuple[UnitPlan, ...]:
+def in_turn(*places: Placement) -> tuple[UnitPlan, ...]:
     units = decided(SUBJECT.units(), RECOMPUTE, PERSISTENT, FRACTIONAL[0])
     return tuple(replace(u, states=places[n % len(places)]) for n, u in enumerate(units))
 
@@ -120,7 +120,7 @@ def guarded(*places: Placement) -> tuple[UnitPlan, ...]:
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     plans = [
         plan_on(2, decided(SUBJECT.units(), KEEP, COMMON)),
-        plan_on(2, guarded(HELD, COMMON, Placement(tier="device"), PERSISTENT)),
+        plan_on(2, in_turn(HELD, COMMON, Placement(tier="device"), PERSISTENT)),
     ]
     for found in run_ranks(compared, 2, tmp_path, plans, tmp_path):
         assert found == [[]] * len(plans)

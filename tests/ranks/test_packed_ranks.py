@@ -46,12 +46,12 @@ def compared(rank: int, count: int, plans: Sequence[Plan], folder: Path) -> list
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     units = SUBJECT.units()
     places = (Placement(tier="device"), PERSISTENT, Placement(tier="host"), Placement(tier="disk"))
-    guarded = tuple(
+    in_turn = tuple(
         replace(unit, states=places[number % len(places)]) for number, unit in enumerate(units)
     )
     plans = [
         with_settings(plan_for(SUBJECT.build(), units), group=DeviceGroup(num_devices=2))
-        for units in (decided(units, RECOMPUTE, Placement(tier="device")), guarded)
+        for units in (decided(units, RECOMPUTE, Placement(tier="device")), in_turn)
     ]
     for found in run_ranks(compared, 2, tmp_path, plans, tmp_path):
         assert found == [[]] * len(plans)

@@ -38,14 +38,15 @@ from protrain_runtime.contract.records.plan import (
 from tests.support import odd_optimizers
 from tests.support.hostile_models import Chain
 from tests.support.optimizer_habits import EDITS, by_value, edited, parameters
-from tests.support.ranks_cases import ranks_on_every_device_at_night, run_ranks
+from tests.support.ranks_cases import ranks_on_every_device, run_ranks
 from tests.support.ranks_loops import (
     FACTORS,
     PLACES,
     Loop,
     assert_as_ddp,
     assert_rows,
-    guarded,
+    compared,
+    in_turn,
     numbered,
     several,
 )
@@ -58,16 +59,16 @@ def everywhere(name: str) -> list[tuple[UnitPlan, ...]]:
 
 
 def turn(name: str) -> list[tuple[UnitPlan, ...]]:
-    return [guarded(name, *PLACES)]
+    return [in_turn(name, *PLACES)]
 
 
 def loss_in_place(name: str) -> list[tuple[UnitPlan, ...]]:
-    *others, last = guarded(name, *PLACES)
+    *others, last = in_turn(name, *PLACES)
     return [(*others, replace(last, activations=Activations(form="in place")))]
 
 
 def compiled(name: str) -> list[tuple[UnitPlan, ...]]:
-    units = guarded(name, PERSISTENT, Placement(tier="device"), Placement(tier="disk"))
+    units = in_turn(name, PERSISTENT, Placement(tier="device"), Placement(tier="disk"))
     moved = [
         replace(unit, activations=RECOMPUTE if number % 2 else Activations(tier="disk"))
         if unit.kind == "block"
@@ -138,10 +139,22 @@ CASES: dict[str, Case] = {
 }
 
 
-@ranks_on_every_device_at_night
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if c.by_day else pytest.mark.slow) for n, c in CASES.items()]
-)
+def compared_each(rank: int, count: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
+    """By case and plan, where training differs from DistributedDataParallel's."""
+    each = {name: CASES[name] for name in names}
+    return {n: compared(rank, count, c.loop, c.plans(), folder) for n, c in each.items()}
+
+
+def test_cases_of_every_day_match_ddp(tmp_path: Path) -> None:
+    """In one start of two ranks."""
+    names = [name for name, each in CASES.items() if each.by_day]
+    for found in run_ranks(compared_each, 2, tmp_path, names, tmp_path):
+        assert found == {name: [[]] for name in names}
+
+
+@pytest.mark.slow
+@ranks_on_every_device
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_match_ddp(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     found = CASES[name]
     if found.loop.compiled and "emulated" in request.node.name:

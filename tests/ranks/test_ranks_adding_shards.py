@@ -31,7 +31,7 @@ from tests.support.ranks_loops import (
     RanksRun,
     ddp,
     differing,
-    guarded,
+    in_turn,
     planned,
     played,
     several,
@@ -106,7 +106,6 @@ def in_added_ddp(rank: int, count: int, loop: Loop) -> InAddedDDP:
 def compared(
     rank: int, count: int, loop: Loop, plans: Sequence[Plan], spill: Path, tolerance: float
 ) -> list[list[str]]:
-    """By plan, where its training differs from FSDP2's."""
     plain = in_fsdp if device().type == "cpu" else in_added_ddp
     expected = with_norms(plain(rank, count, loop), loop)
     made = [planned(rank, count, loop, plan, spill) for plan in plans]
@@ -132,7 +131,7 @@ CASES: dict[str, tuple[Loop, float, bool]] = {
 )
 def test_ranks_match_fsdp_that_reduces_every_micro_batch(name: str, tmp_path: Path) -> None:
     loop, tolerance, _ = CASES[name]
-    units = [guarded(loop.name, *SHARED), guarded(loop.name, *reversed(SHARED), PERSISTENT)]
+    units = [in_turn(loop.name, *SHARED), in_turn(loop.name, *reversed(SHARED), PERSISTENT)]
     units += [decided(described(loop.name), RECOMPUTE, SHARED[0], FRACTIONAL[0])]
     plans = [sharing(loop, each) for each in units]
     plans += [with_settings(plans[0], updates="after backward")]
@@ -181,7 +180,7 @@ def compared_edited(rank: int, count: int, loop: Loop, plan: Plan, spill: Path) 
 
 def test_sums_that_are_edited_between_micro_batches_are_those_of_fsdp(tmp_path: Path) -> None:
     loop = Loop("llama", micro_batches=3)
-    plan = sharing(loop, guarded("llama", *SHARED), updates="after backward")
+    plan = sharing(loop, in_turn("llama", *SHARED), updates="after backward")
     assert run_ranks(compared_edited, 2, tmp_path, loop, plan, tmp_path) == [[], []]
 
 
@@ -194,7 +193,7 @@ def differs_from_ddp(rank: int, count: int, loop: Loop, plan: Plan, spill: Path)
 def test_sums_are_not_those_of_whole_gradients(tmp_path: Path) -> None:
     """So a plan says that it is not exact, and asks for leave."""
     loop = Loop("llama", micro_batches=3)
-    plan = sharing(loop, guarded("llama", *SHARED)).regraded()
+    plan = sharing(loop, in_turn("llama", *SHARED)).regraded()
     assert run_ranks(differs_from_ddp, 2, tmp_path, loop, plan, tmp_path) == [True, True]
     assert (plan.exact, plan.exactness, plan.allowed) == (False, "rounding", ("rounding",))
     assert other_results(plan) == [

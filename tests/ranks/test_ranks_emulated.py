@@ -26,7 +26,7 @@ from tests.support.ranks_loops import (
     Loop,
     assert_as_ddp,
     assert_rows,
-    guarded,
+    in_turn,
     numbered,
     several,
 )
@@ -47,7 +47,7 @@ NAME = "functional"
 def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
     """Every placement, and transfers cut in two."""
     cut = decided(described(NAME), Activations(tier="host"), Placement(tier="host"), FRACTIONAL[0])
-    units = (guarded(NAME, *PLACES), guarded(NAME, *PLACES[2:], *PLACES[:2]), cut)
+    units = (in_turn(NAME, *PLACES), in_turn(NAME, *PLACES[2:], *PLACES[:2]), cut)
     assert_as_ddp(2, Loop(NAME), [several(Loop(NAME), each, 2) for each in units], tmp_path)
 
 
@@ -61,7 +61,7 @@ def waits(rank: int, count: int) -> list[Counter[str]]:
             model = DistributedDataParallel(model)
             optimizer = ADAMW(list(model.parameters()))
         else:
-            plan = several(Loop(NAME), guarded(NAME, place), count)
+            plan = several(Loop(NAME), in_turn(NAME, place), count)
             model, optimizer = prepare(model, plan, optimizer=ADAMW)
         inputs = [batch(NAME, rank + number) for number in range(3)]
         for number in range(3):

@@ -358,8 +358,6 @@ def test_a_rank_that_cannot_load_or_save_tells_the_others_and_all_may_go_on(tmp_
 
 
 class Raises(torch.autograd.Function):
-    """Raises in backward, if it is told to."""
-
     @staticmethod
     def forward(_: Any, hidden: Tensor) -> Tensor:
         return hidden.clone()
@@ -377,8 +375,6 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def hooked(hook: Callable[..., object]) -> Steps:
-    """A step in which the middle block has a forward hook."""
-
     def fails(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         handle = model.get_submodule("blocks.1").register_forward_hook(hook)
         try:

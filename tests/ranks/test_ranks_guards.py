@@ -347,11 +347,12 @@ def following(rank: int, count: int, name: str) -> list[list[str]]:
     return against_ddp([lambda plain: plan_of(plain, count, SHARED, **options)], play)
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
-def test_loops_compute_what_ddp_does_when_the_message_is_followed(
-    name: str, tmp_path: Path
-) -> None:
-    assert run_ranks(following, 2, tmp_path, name) == [[[]]] * 2
+def following_each(rank: int, count: int) -> dict[str, list[list[str]]]:
+    return {name: following(rank, count, name) for name in FOLLOWED}
+
+
+def test_loops_compute_what_ddp_does_when_the_message_is_followed(tmp_path: Path) -> None:
+    assert run_ranks(following_each, 2, tmp_path) == [{name: [[]] for name in FOLLOWED}] * 2
 
 
 def another_optimizer(rank: int, count: int) -> None:

@@ -62,7 +62,6 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 
 def measured(rank: int, _: int, plans: Sequence[Plan], spill: Path) -> list[tuple[list[int], int]]:
-    """By plan, the bytes on the device in every slot, and on disk."""
     found: list[tuple[list[int], int]] = []
     for plan in plans:
         others = bytes_of_others()

@@ -234,6 +234,7 @@ def test_every_number_has_limits(kind: str) -> None:
             assert "expected a" in caught.value.message
 
 
+@pytest.mark.nightly(by_day=2)
 @pytest.mark.parametrize("kind", sorted(TEXT))
 @pytest.mark.parametrize("value", ["'1'", "'-1'", "'1e9'", "1.0", "1.0e+30", "true", "yes"])
 def test_a_fix_that_says_what_to_write_works(kind: str, value: str) -> None:

@@ -285,7 +285,7 @@ def views_held(
     return change
 
 
-@pytest.mark.nightly("emulated-re*")
+@pytest.mark.nightly("emulated-re*", "emulated-keep-offload to host-1-model.layers.1-1-True")
 @pytest.mark.parametrize(
     ("activations", "states", "lead", "reader", "first", "in_graph"),
     thinned(

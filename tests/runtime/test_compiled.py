@@ -1,7 +1,6 @@
 """Compiled blocks: profiled, and run under plans with the bits of the compiled plain model."""
 
 import shutil
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -33,8 +32,7 @@ from protrain_runtime.contract.records.forms import FORMS, opt_ins_of
 from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Activations, Placement, Plan
 from protrain_runtime.contract.records.profile import Compilation, Compile, Profile, Unit
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from protrain_runtime.model.prepared import restore
-from protrain_runtime.preparation import compile_blocks, prepare
+from protrain_runtime.preparation import compile_blocks
 from tests.support import forked
 from tests.support.commands import printed, protrain
 from tests.support.estimates import estimate, measure
@@ -87,7 +85,6 @@ def compile_layers(model: nn.Module, *, backend: str, wrapped: bool = False) -> 
 
 
 def compiled(backend: str = "aot_eager", *, wrapped: bool = False) -> Subject:
-    """A Llama whose layers a script has compiled."""
     change = partial(compile_layers, backend=backend, wrapped=wrapped)
     return replace(CATALOGUE["llama"], change=change)
 
@@ -203,31 +200,6 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused(assert_says: Speaker) ->
         assert_says(refused(replace(asked, plan=lambda _: plan), model))
 
 
-WARNING = (
-    "the model's own gradient checkpointing is switched off while it is profiled or follows a plan:"
-    " the plan decides which blocks are recomputed"
-)
-
-
-@pytest.mark.nightly
-def test_a_models_own_checkpointing_is_switched_off_under_a_plan(tmp_path: Path) -> None:
-    asked = tried(blocks=False)
-    model: Any = build("llama")
-    model.gradient_checkpointing_enable()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        plan = asked.planned_for(model)
-        prepare(model, plan, optimizer=ADAMW, spill_directory=tmp_path)
-    assert [str(warning.message) for warning in caught] == [WARNING]
-    assert caught[0].filename == __file__
-    assert not model.is_activation_checkpointing
-    restore(model)
-    assert model.is_activation_checkpointing
-    with pytest.warns(UserWarning, match=WARNING):
-        run = asked.prepared(model, tmp_path)
-    assert_bitwise(asked.played(run), asked.plain())
-
-
 # --- the flag: profile, plan and prepare --------------------------------------------------------
 
 
@@ -295,9 +267,7 @@ FOLLOWED: dict[str, tuple[Scenario, Scenario]] = {
 }
 
 
-@pytest.mark.nightly(
-    "compiled as a whole: each block", "compiled in a plan for plain ones: profile with --compile"
-)
+@pytest.mark.nightly(but=("wrapped in a plan for plain ones: not", "some: all"))
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_compiled_blocks_train_when_the_message_is_followed(

@@ -18,12 +18,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from protrain_plan.planning.model.options import parse_pin
-from protrain_plan.planning.model.problem import OVERLAPPING
-from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.answers import Objective, Question
-from protrain_plan.planning.questions.objectives import ask
-from protrain_plan.planning.search.improving import Effort
 from protrain_runtime import with_master_weights
 from protrain_runtime.activations import compressed
 from protrain_runtime.activations.compressed import GROUP, MIN_ELEMENTS, dequantized, quantized
@@ -33,15 +27,14 @@ from protrain_runtime.contract.records.plan import (
     KEEP,
     PERSISTENT,
     Activations,
-    Budgets,
     Placement,
-    Plan,
 )
 from protrain_runtime.contract.records.profile import Form, Profile
 from tests.support.peaks import (
     SLACK_BYTES,
     assert_within_the_promise,
     peaks,
+    preset_with,
     profile_made,
     without_freedom,
 )
@@ -619,7 +612,10 @@ def test_micro_batches_add_up_and_training_resumes_as_in_plain_pytorch(
 )
 def profile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Profile:
     def make(folder: Path) -> Profile:
-        return profiled_here(request.param, folder, num_steps=2, allow=LEAVES)
+        layers = {"tiny-llama": "num_hidden_layers", "tiny-gpt2": "n_layer"}[request.param]
+        path = folder / f"compressed-{request.param}.json"
+        model = preset_with(path, request.param, **{layers: 2})
+        return profiled_here(model, folder, allow=LEAVES)
 
     return profile_made(tmp_path_factory, f"compressed-{request.param}", make)
 
@@ -662,7 +658,6 @@ def test_measured_bytes_match_predicted_in_every_slot_with_copies(
 
 
 def with_copies(units: Units, rng: random.Random, *others: Activations) -> Units:
-    """Decisions at random, with copies among them."""
     return tuple(
         replace(unit, activations=rng.choice([*others, *DECISIONS, unit.activations]))
         if unit.kind == "block"
@@ -672,17 +667,8 @@ def with_copies(units: Units, rng: random.Random, *others: Activations) -> Units
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", thinned(range(3)))
-def test_measured_bytes_of_mixtures_with_copies_never_exceed_predicted(
-    profile: Profile, seed: int, tmp_path: Path
-) -> None:
-    units = with_copies(described_by(profile), random.Random(seed))
-    assert_within_the_promise(peaks(profile, tuple(units), tmp_path))
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [4, 9])
-def test_measured_bytes_of_mixtures_hold_where_a_block_saves_what_it_hands_on(
+def test_measured_bytes_of_mixtures_with_copies_never_exceed_predicted(
     seed: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """A block ends in a relu, and the next one would let go of its input, in place of a copy."""
@@ -695,62 +681,3 @@ def test_measured_bytes_of_mixtures_hold_where_a_block_saves_what_it_hands_on(
     kept = (KEEP, KEEP, Activations(form="int8"))
     units = with_copies(described_by(held), random.Random(seed), *kept)
     assert_within_the_promise(peaks(held, tuple(units), tmp_path))
-
-
-# --- plans ----------------------------------------------------------------------------------------
-
-
-def solved(profile: Profile, device: int, *pins: str, allow: tuple[str, ...] = ()) -> Plan | None:
-    question = Question(
-        profile=profile,
-        budgets=Budgets(device=device, host=0, disk=0),
-        pins=tuple(parse_pin(pin) for pin in pins),
-        allow=allow,
-        settings=replace(OVERLAPPING, piece_bytes=1 << 16),
-    )
-    answer = ask(question, Objective(), effort=Effort())
-    return answer.solved.plan if isinstance(answer.solved, Solved) else None
-
-
-@pytest.mark.nightly
-def test_a_planner_takes_copies_where_they_are_faster_or_fit_at_all(profile: Profile) -> None:
-    # Seconds as an idle machine has them: more for a copy than for what is kept, less than what
-    # runs the forward again.
-    seconds = {"keep": 0.01, "low-rank": 0.011, "int8": 0.012}
-    units = []
-    for unit in profile.units:
-        forms = [
-            replace(cost, forward_s=0.01, backward_s=seconds.get(cost.form, 0.02))
-            for cost in unit.forms
-        ]
-        units.append(replace(unit, forms=tuple(forms)))
-    profile = replace(profile, units=tuple(units))
-    ample = solved(profile, 1 << 40, allow=LEAVES)
-    assert ample is not None
-    assert ample.exact
-    assert ample.allowed == ()
-
-    peak = ample.prediction.peak_bytes
-
-    def least(allow: tuple[str, ...]) -> int:
-        low, high = 0, peak.device + peak.context
-        while high - low > 1 << 14:
-            middle = (low + high) // 2
-            low, high = (low, middle) if solved(profile, middle, allow=allow) else (middle, high)
-        return high
-
-    without = least(())
-    exact, free = solved(profile, without), solved(profile, without, allow=LEAVES)
-    assert exact is not None
-    assert exact.exact
-    assert free is not None
-    assert not free.exact
-    assert free.prediction.step_seconds < exact.prediction.step_seconds
-    assert least(LEAVES) <= without
-
-
-def test_a_pin_takes_a_copy_and_the_plan_says_so(profile: Profile) -> None:
-    blocks = profile.units[1].name.rpartition(".")[0]
-    plan = solved(profile, 1 << 40, f"{blocks}.*: keep int8", allow=LEAVES)
-    assert plan is not None
-    assert (plan.exact, plan.exactness, plan.allowed) == (False, "approximate", LEAVES[:1])

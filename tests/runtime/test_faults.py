@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,6 @@ def plainly(*numbers: int) -> Outcome:
 
 
 def assert_as_it_was(model: torch.nn.Module) -> None:
-    """It takes a plain step."""
     run = spilling().plain_run(model)
     run.step(0)
     assert_bitwise(run.outcome(), plainly(0))
@@ -403,7 +401,7 @@ def test_an_interrupted_update_ends_in_a_clear_error(tmp_path: Path, assert_says
     assert_says(error)
 
 
-# --- kill and resume ------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 TRAINS = """
 import os, signal, sys, torch
@@ -446,30 +444,18 @@ def signalled(folder: Path, place: str, number: signal.Signals) -> tuple[int, st
     return process.returncode, errors
 
 
-@pytest.mark.nightly
-def test_a_killed_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    code, _ = signalled(tmp_path, f"slot {2 * UNITS - 2}", signal.SIGKILL)
-    assert code == -signal.SIGKILL
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    checkpoint = torch.load(tmp_path / "checkpoint")
-    (tmp_path / "checkpoint").unlink()
-    with nothing_left(tmp_path):
-        run = spilling().start(tmp_path, seed=1)
-        run.model.load_state_dict(checkpoint[0])
-        run.optimizer.load_state_dict(checkpoint[1])
-        run.step(2, 3, 4)
-        found = run.outcome()
-        restore(run.model)
-        del run
-    expected = plainly(*range(5))
-    assert_bitwise(found, replace(expected, losses=expected.losses[2:]))
-
-
-@pytest.mark.slow
-def test_an_interrupted_process_ends(tmp_path: Path) -> None:
-    code, errors = signalled(tmp_path, f"slot {2 * UNITS - 2}", signal.SIGINT)
-    assert code == -signal.SIGINT
-    assert errors.endswith("KeyboardInterrupt\n"), errors
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_ends_leaves_no_file_of_ours(number: signal.Signals, tmp_path: Path) -> None:
+    """Killed or interrupted; that a run resumes then is asked by `test_saving`."""
+    code, errors = signalled(tmp_path, f"slot {2 * UNITS - 2}", number)
+    assert code == -number
+    assert number == signal.SIGKILL or errors.endswith("KeyboardInterrupt\n"), errors
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 

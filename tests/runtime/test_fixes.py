@@ -82,8 +82,6 @@ VERBS: dict[str, Script] = {
 
 
 def does_all(*verbs: Verb) -> Script:
-    """A script of verbs."""
-
     def script(run: Run) -> None:
         numbers = itertools.count()
         for verb in verbs:
@@ -96,8 +94,6 @@ def does_all(*verbs: Verb) -> Script:
 
 
 def inside(what: Script, *, modify: bool = False) -> Script:
-    """With all parameters there."""
-
     def script(run: Run) -> None:
         with full_parameters(run.model, modify):
             what(run)
@@ -455,7 +451,6 @@ class Fix:
 
 
 def unless(script: Callable[..., object], **mended: Any) -> Fix:
-    """The same script is refused, unless it is called so."""
     return Fix(refused=script, loop=partial(script, **mended))
 
 
@@ -497,6 +492,9 @@ FIXES = {
     "options changed late": Fix(
         refused=does_all("backward", changes_a_rate, "update", "step"),
         loop=does_all(changes_a_rate, "step", "step"),
+    ),
+    "a step too early": Fix(
+        refused=does_all(lambda run: run.loss(0), "update alone"), loop=does_all("step")
     ),
     "a second step": Fix(refused=does_all("backward", "update alone", "update alone"), loop=STEPS),
     "a conversion": Fix(
@@ -607,6 +605,15 @@ def another(folder: Path, followed: bool) -> Run:
     return prepared(folder, plan=plan)
 
 
+def misnamed(folder: Path, followed: bool) -> Run:
+    name = "model.layers.1" if followed else "model.layers.9"
+    units = [
+        replace(unit, name=name if unit.name == "model.layers.1" else unit.name)
+        for unit in decided(LOOP.subject.units(), RECOMPUTE, Placement(tier="disk"))
+    ]
+    return prepared(folder, units=units)
+
+
 def no_folder(folder: Path, followed: bool) -> Run:
     return prepared(folder if followed else folder / "missing")
 
@@ -701,6 +708,7 @@ GIVEN: dict[str, Callable[[Path, bool], Run]] = {
     "a model that follows a plan": twice,
     "a model in a wrapper": wrapped,
     "a plan for another model": another,
+    "a unit that the model has not": misnamed,
     "a directory that is missing": no_folder,
     "an optimizer with states": stepped_before,
     "an optimizer of another model": of_another_model,
@@ -793,6 +801,12 @@ class Summing(torch.optim.SGD):
             parameter.sub_(kept[key], alpha=0.1)
 
 
+def all_but_one(model: Any) -> list[dict[str, Any]]:
+    """Plain PyTorch leaves its gradient, which updates in backward would use up."""
+    left = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    return [{"params": [p for p in model.parameters() if p is not left]}]
+
+
 def sets_late(run: Run) -> None:
     optimizer: Any = run.optimizer
     optimizer.damp = 0.5
@@ -808,7 +822,6 @@ SHARD = Placement(tier="device")
 
 
 def of_masters(states: Placement, **given: Any) -> Scenario:
-    """A plan for float32 copies, as of `--precision master`."""
     scenario = asked(states, **given)
 
     def planned(model: Any) -> Plan:
@@ -820,6 +833,8 @@ def of_masters(states: Placement, **given: Any) -> Scenario:
 
 EARLY = Placement(tier="disk", speculate=True)
 CLIP: dict[str, Any] = {"updates": "after backward"}
+TWO: dict[str, Any] = {"settings": {"micro_batches": 2, **CLIP}}
+ADDED = Loop(num_steps=2, micro_batches=2)
 SHARING = changed(shares_memory)
 PLANS: dict[str, tuple[Scenario, Scenario]] = {
     "a check of another name": (
@@ -835,7 +850,19 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         asked(OPTIMIZER_IN_BACKWARD, settings=CLIP),
         asked(PERSISTENT, settings=CLIP),
     ),
+    "an update in backward, of micro-batches": (
+        asked(OPTIMIZER_IN_BACKWARD, settings={"micro_batches": 2}),
+        asked(PERSISTENT, **TWO, script=ADDED),
+    ),
+    "an update in backward, of no group": (
+        asked(OPTIMIZER_IN_BACKWARD, groups=all_but_one),
+        asked(PERSISTENT, groups=all_but_one),
+    ),
     "an update ahead of the norm, without --clip": (asked(EARLY), asked()),
+    "an update ahead of the norm, of micro-batches": (
+        asked(EARLY, **TWO),
+        asked(**TWO, script=ADDED),
+    ),
     "overlapping steps of micro-batches": (
         asked(settings={"overlap_steps": True, "micro_batches": 2}),
         asked(settings={"micro_batches": 2}, script=Loop(num_steps=2, micro_batches=2)),
@@ -1017,8 +1044,6 @@ def in_bfloat16(use: str = "") -> torch.nn.Module:
 
 
 class Tied(Stack):
-    """Its forward ties the head to the embedding."""
-
     def forward(self, tokens: torch.Tensor, step: int) -> Any:
         self.head.weight = self.embedding.weight
         return super().forward(tokens, step)

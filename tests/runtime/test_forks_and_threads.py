@@ -261,7 +261,6 @@ def test_a_fork_is_refused_what_needs_threads_and_the_parent_goes_on(
 
 
 def in_thread(work: Callable[[], object]) -> BaseException | None:
-    """The error that it raised in a thread of its own."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -57,7 +57,6 @@ def tried(
     states: Placement = DISK,
     **options: Any,
 ) -> Scenario:
-    """All states in one place."""
     given: dict[str, Any] = {
         "model": STACK,
         "units": lambda units: decided(units, KEEP, states),
@@ -71,7 +70,6 @@ def planned(folder: Path, *, updates: Updates = "in backward", states: Placement
 
 
 def with_away(name: str, units: Units) -> Units:
-    """One unit's states are away."""
     return [replace(unit, states=DISK if unit.name == name else PERSISTENT) for unit in units]
 
 
@@ -466,7 +464,6 @@ def edited(run: Run) -> None:
 
 
 def moved(run: Run) -> None:
-    """To where the model is."""
     run.step(0)
     model = run.model
     for same in (model.to("cpu"), model.cpu(), model.float(), model.to("cpu:0")):
@@ -516,6 +513,13 @@ def dropping(run: Run) -> None:
         run.update()
 
 
+def looked_and_dropped(run: Run) -> None:
+    """A loss that was looked at and dropped, as when a batch is skipped."""
+    for number in range(3):
+        run.loss(number + 100)
+        run.step(number)
+
+
 def steps_without_backward(run: Run) -> None:
     for number in range(2):
         run.optimizer.step()
@@ -525,13 +529,6 @@ def steps_without_backward(run: Run) -> None:
 def hooked(run: Run) -> None:
     run.model.get_parameter("blocks.1.inner.weight").register_hook(lambda gradient: gradient * 0.5)
     run.step(0, 1)
-
-
-def stepped_twice(run: Run) -> None:
-    run.backward(0)
-    run.optimizer.step()
-    run.update()
-    run.step(1)
 
 
 def evaluated_inside(run: Run) -> None:
@@ -580,7 +577,6 @@ def checkpointed(*, reentrant: bool) -> Script:
 
 
 def called_with_others(run: Run) -> None:
-    """Parameters are given for one call."""
     given = {name: value * 0.5 for name, value in plain_values().items()}
     with torch.no_grad():
         run.seen.append(torch.func.functional_call(run.model, given, (), dict(batch_of(5))))
@@ -623,9 +619,9 @@ SCRIPTS: dict[str, Row] = {
     "drops before forward": Row(dropped_before_forward, updates=BOTH),
     "drops after forward": Row(dropped_after_forward, updates=BOTH),
     "a gradient dropped": Row(dropping, updates=("after backward",)),
+    "a loss that is dropped": Row(looked_and_dropped, updates=BOTH),
     "steps without backward": Row(steps_without_backward, updates=BOTH),
     "a hook on a parameter": Row(hooked, r"hook|full_parameters"),
-    "two steps": Row(stepped_twice, r"step\(\)|gradient", BOTH),
     "an evaluation inside": Row(evaluated_inside, r"full_parameters"),
     "compiled in place": Row(compiled(in_place=True), r"compile"),
     "compiled": Row(compiled(in_place=False), r"compile"),

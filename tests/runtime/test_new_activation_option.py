@@ -33,6 +33,7 @@ from protrain_runtime.contract.records.profile import Profile
 from tests.support.half_activations import HALF
 from tests.support.messages import Speaker
 from tests.support.peaks import assert_disk_within, profile_made, trained
+from tests.support.planning_cases import cpu, decoder, with_form
 from tests.support.runtime_cases import decided, profiled_here
 from tests.support.scenario import Scenario
 
@@ -69,6 +70,12 @@ def planned(profile: Profile, *pins: str, allow: tuple[str, ...] = ()) -> Plan:
 
 
 BLOCKS = "model.layers.*"
+
+
+@pytest.fixture
+def by_hand(registered: Callable[[], None]) -> Profile:
+    """A profile with the form, of what is planned alone."""
+    return with_form(decoder(cpu(), blocks=2), "half", *LEAVE)
 
 
 @pytest.mark.nightly
@@ -120,11 +127,11 @@ def test_losses_are_close_to_plain_training_and_not_equal_in_every_bit(
     assert not torch.equal(found.losses[-1], expected.losses[-1])
 
 
-def test_without_leave_it_is_no_option(profile: Profile, assert_says: Speaker) -> None:
-    plan = planned(profile)
+def test_without_leave_it_is_no_option(by_hand: Profile, assert_says: Speaker) -> None:
+    plan = planned(by_hand)
     assert plan.exact
     assert all(unit.activations.form != "half" for unit in plan.units)
-    assert_says.refused(planned, profile, f"{BLOCKS}: keep half")
+    assert_says.refused(planned, by_hand, "layers.*: keep half")
 
 
 def test_a_name_of_no_such_option_is_refused(
@@ -134,8 +141,8 @@ def test_a_name_of_no_such_option_is_refused(
     assert_says.refused(opt_ins_named, ["hall-activations"])
 
 
-def test_a_plan_that_uses_it_cannot_say_that_it_is_exact(profile: Profile) -> None:
-    plan = planned(profile, f"{BLOCKS}: keep half", allow=LEAVE)
+def test_a_plan_that_uses_it_cannot_say_that_it_is_exact(by_hand: Profile) -> None:
+    plan = planned(by_hand, "layers.*: keep half", allow=LEAVE)
     text = dumps_plan(plan)
     for told, other, problem in (
         (
@@ -152,11 +159,11 @@ def test_a_plan_that_uses_it_cannot_say_that_it_is_exact(profile: Profile) -> No
 
 
 def test_where_it_is_not_registered_records_do_not_know_it(
-    registered: Callable[[], None], profile: Profile
+    registered: Callable[[], None], by_hand: Profile
 ) -> None:
     with pytest.raises(ValueError, match="there is an activation option 'half' already"):
         register_form(HALF)
-    text = dumps_profile(profile)
+    text = dumps_profile(by_hand)
     assert "keep half" in ACTIVATIONS
     registered()
     try:

@@ -16,6 +16,7 @@ from torch import Tensor
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_runtime import load, prepare, restore, save
 from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     KEEP,
     OPTIMIZER_IN_BACKWARD,
@@ -39,7 +40,6 @@ from tests.support.optimizer_habits import (
     parameters,
 )
 from tests.support.runtime_cases import (
-    ahead,
     assert_bitwise,
     decided,
     decision_name,
@@ -298,8 +298,6 @@ def hooked(run: Run) -> None:
 
 
 def changing_hooks(run: Run) -> None:
-    """One changes what is saved, and the other what is loaded."""
-
     def saved(_: Any, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "more": 3}
 
@@ -330,6 +328,15 @@ def defaults_changed(run: Run) -> None:
     run.step(0, 1)
 
 
+def regrouped(run: Run) -> None:
+    """A parameter that changes its group has the options of the new one."""
+    for number in range(6):
+        run.step(number)
+        if number == 3:  # optimizers of pieces are kept by then
+            first, last = run.optimizer.param_groups
+            last["params"] += [first["params"].pop(n) for n in (5, 2)]
+
+
 def closed(run: Run) -> None:
     def closure() -> Tensor:
         run.optimizer.zero_grad()
@@ -337,9 +344,10 @@ def closed(run: Run) -> None:
         loss.backward()
         return loss
 
-    for _ in range(3):
-        optimizer: Any = run.optimizer
-        run.seen.append(optimizer.step(closure).detach())
+    optimizer: Any = run.optimizer
+    with torch.no_grad():  # a closure records its graph all the same
+        for _ in range(3):
+            run.seen.append(optimizer.step(closure).detach())
 
 
 SCRIPTS: dict[str, Script] = {
@@ -348,6 +356,7 @@ SCRIPTS: dict[str, Script] = {
     "groups replaced": groups_replaced,
     "defaults changed": defaults_changed,
     "closures": closed,
+    "regrouped": regrouped,
 }
 
 
@@ -357,31 +366,27 @@ SCRIPTS: dict[str, Script] = {
 def test_the_rest_of_an_optimizer_is_as_in_plain_pytorch(
     name: str, updates: Updates, tmp_path: Path
 ) -> None:
-    tried(SCRIPTS[name], updates).assert_like_plain(tmp_path)
-
-
-@pytest.mark.parametrize("updates", BOTH)
-def test_a_parameter_that_changes_its_group_has_the_options_of_the_new_one(
-    updates: Updates, tmp_path: Path
-) -> None:
-    def after(run: Run, number: int) -> None:
-        if number == 3:  # optimizers of pieces are kept by then
-            first, last = run.optimizer.param_groups
-            last["params"] += [first["params"].pop(n) for n in (5, 2)]
-
-    script = Loop(num_steps=6, after=after)
-    tried(script, updates, groups=weight_decay_groups).assert_like_plain(tmp_path)
+    groups = weight_decay_groups if name == "regrouped" else None
+    tried(SCRIPTS[name], updates, groups=groups).assert_like_plain(tmp_path)
 
 
 # --- gradients ------------------------------------------------------------------------------------
 
 
+SPECULATED = ("by_value", "by_norm_and_value", "norms_of_each", "past_autograd")
+
+
 @pytest.mark.nightly(by_day=20)
 @every_device
-@pytest.mark.parametrize("name", USES)
-def test_gradients_that_wait_are_used_as_in_plain_pytorch(name: str, tmp_path: Path) -> None:
-    """On a CPU those of chunks on disk do."""
-    states = Placement(tier="disk" if device().type == "cpu" else "host")
+@pytest.mark.parametrize(
+    ("name", "read"), [*((name, False) for name in USES), *((name, True) for name in SPECULATED)]
+)
+def test_gradients_that_wait_are_used_as_in_plain_pytorch(
+    name: str, read: bool, tmp_path: Path
+) -> None:
+    """On a CPU those of chunks on disk do; updates ahead of the norm may have read them."""
+    tier: TierName = "disk" if device().type == "cpu" else "host"
+    states = Placement(tier=tier, speculate=read, update_on_device=read and tier == "host")
     scenario = tried(Loop(between=USES[name]), "after backward", states=states)
     scenario.assert_like_plain(tmp_path)
 
@@ -419,22 +424,6 @@ def test_one_gradient_at_a_time_is_on_the_device(tmp_path: Path) -> None:
     lent = [g.stored.lent for g in gradients(run) if isinstance(g, OffloadedGradient)]
     assert lent
     assert all(one is None for one in lent)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", ["by_value", "by_norm_and_value", "norms_of_each", "past_autograd"]
-)
-def test_gradients_that_speculative_updates_have_read_are_used_as_in_plain_pytorch(
-    name: str, tmp_path: Path
-) -> None:
-    def units(units: Units) -> Units:
-        return ahead(decided(units, KEEP, Placement(tier="disk")))
-
-    scenario = Scenario(
-        script=Loop(between=USES[name]), units=units, settings={"updates": "after backward"}
-    )
-    scenario.assert_like_plain(tmp_path)
 
 
 # --- the optimizer that is given ------------------------------------------------------------------

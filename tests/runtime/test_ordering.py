@@ -152,7 +152,6 @@ FULL = Activations(form="full", tier="disk")
 
 
 def very_late(states: Placement, schedule: Schedule = LATER, **options: Any) -> None:
-    """With threads that are late."""
     trains(late, RECOMPUTE, states, schedule, lane_delay=late_threads(0.04), **options)
 
 

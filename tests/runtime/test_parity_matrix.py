@@ -79,7 +79,7 @@ def test_rows_that_inductor_compiles_match_compiled_torch_bitwise(row: Row, tmp_
 
 
 @every_device
-@settings(steady, max_examples=5)
+@settings(steady, max_examples=3)
 @given(shapes(), st.integers(0, 2**32))
 def test_random_models_train_like_plain(shape: Shape, seed: int) -> None:
     with TemporaryDirectory() as folder:

@@ -32,7 +32,6 @@ def plan(*, device: str = "cpu") -> Plan:
 
 
 def smaller(**less: int) -> Plan:
-    """A plan for less memory, which has more on disk."""
     made = plan()
     peaks = replace(made.prediction.peak_bytes, disk=500 * MIB, **less)
     return replace(made, prediction=replace(made.prediction, peak_bytes=peaks))

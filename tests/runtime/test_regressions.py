@@ -1,19 +1,15 @@
 """Faults that random models and the matrix found once: each a case of its own."""
 
-import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from protrain_runtime import with_master_weights
-from protrain_runtime.activations.recompute import full
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     KEEP,
@@ -30,7 +26,6 @@ from tests.support.random_training import subject
 from tests.support.runtime_cases import (
     RECOMPUTED,
     Subject,
-    assert_bitwise,
     decided,
     decision_name,
     differences,
@@ -49,21 +44,6 @@ def trained(shape: Shape, *decision: Any, **options: Any) -> Scenario:
         script=Loop(num_steps=3),
         **options,
     )
-
-
-@pytest.mark.nightly(by_day=6)
-@every_device
-@pytest.mark.parametrize("form", RECOMPUTED)
-@pytest.mark.parametrize("swaps", [False, True])
-def test_running_statistics_are_updated_once_where_a_block_is_recomputed(
-    form: Form, swaps: bool, tmp_path: Path
-) -> None:
-    decision = Activations(tier="disk", form=form) if swaps else Activations(form=form)
-    tried = trained(NORMED, decision, Placement(tier="disk"))
-    run = tried.start(tmp_path)
-    buffers = {name: id(buffer) for name, buffer in run.model.named_buffers()}
-    assert_bitwise(tried.played(run), tried.plain())
-    assert {name: id(buffer) for name, buffer in run.model.named_buffers()} == buffers
 
 
 @pytest.mark.nightly(by_day=6)
@@ -223,6 +203,7 @@ def rows_of(number: int) -> Tensor:
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
 
 
+@pytest.mark.nightly("lite-*", "mlp-*", "attn-*")
 @every_device
 @pytest.mark.parametrize("form", ["keep", *RECOMPUTED])
 def test_views_that_are_held_from_step_to_step_are_refused(form: Form, tmp_path: Path) -> None:
@@ -245,33 +226,3 @@ def test_views_that_are_held_from_step_to_step_are_refused(form: Form, tmp_path:
     replace(asked, units=pinned).assert_like_plain(tmp_path / "pinned")
     unused = Subject(partial(WithMemory, remembers=False), rows_of)
     replace(asked, model=unused).assert_like_plain(tmp_path / "unused")
-
-
-class Scaled(nn.Module):
-    """Scales by numbers of `random`, of NumPy, and of generators of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.own: list[Any] = [random.Random(1), np.random.default_rng(2), torch.Generator()]
-
-    def forward(self, x: Tensor) -> Tensor:
-        python, numpy, generator = self.own
-        drawn = random.random() + np.random.rand() + python.random() + numpy.random()
-        return torch.tanh(self.linear(x) * (1 + drawn + torch.rand((), generator=generator)))
-
-
-def test_a_recomputed_block_draws_the_same_numbers_and_leaves_every_generator_as_it_was() -> None:
-    found = []
-    for recomputes in (False, True):
-        torch.manual_seed(0)
-        random.seed(1)
-        np.random.seed(2)
-        block = Scaled()
-        run: Callable[[Tensor], Any] = full(block, block) if recomputes else block
-        run(torch.ones(2, 8, requires_grad=True)).sum().backward()
-        python, numpy, generator = block.own
-        after = [random.random(), np.random.rand(), python.random(), numpy.random()]
-        gradients = [one.grad for one in block.parameters()]
-        found.append([*gradients, *map(torch.tensor, after), torch.rand(2, generator=generator)])
-    assert all(map(torch.equal, *found))

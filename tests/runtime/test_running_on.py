@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from protrain_runtime import MovingAverage, full_parameters, load, restore, save
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     PERSISTENT,
@@ -221,19 +220,6 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, *, frozen: bool) -> 
     load(second.model, second.optimizer, tmp_path / "saved")
     trained(second, range(2, 5))
     assert_bitwise(second.outcome(), trained(asked.start(), range(5)).outcome())
-
-
-@pytest.mark.parametrize(
-    "changes", [{"updates": "in backward"}, {"micro_batches": 2}, {"num_devices": 2}]
-)
-def test_plans_in_which_updates_cannot_run_ahead_are_refused(
-    changes: dict[str, object], assert_says: Speaker, tmp_path: Path
-) -> None:
-    asked = speculating(settings={"overlap_steps": False, **changes})
-    model = asked.subject.build()
-    before = copied(model.state_dict())
-    assert_says(refusal(partial(asked.prepared, model, tmp_path), ProtrainError))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_step_that_fails_ahead_of_the_norm_is_given_up(tmp_path: Path) -> None:

@@ -6,12 +6,10 @@ What two of a run's choices make together is asked by test_parity_matrix.
 import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +18,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
-from protrain_runtime import MovingAverage, full_parameters, restore, with_master_weights
-from protrain_runtime.contract.errors import ProtrainError
+from protrain_runtime import MovingAverage, full_parameters, restore
 from protrain_runtime.contract.program.compiling import compile_plan
 from protrain_runtime.contract.program.program import MAX_PIECES, disk_pieces
-from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
     KEEP,
@@ -35,18 +31,15 @@ from protrain_runtime.contract.records.plan import (
     Schedule,
     StepSettings,
 )
-from protrain_runtime.contract.records.profile import Precision, Unit
+from protrain_runtime.contract.records.profile import Unit
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import DiskStore, HostStore, SplitStore
-from protrain_runtime.engine.moves import Moves
 from protrain_runtime.states.chunk_layouts import make_chunk, make_chunks
 from protrain_runtime.states.chunks import read_values
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.update_rules import UpdateRules
-from protrain_runtime.states.updates import UpdateTeam
 from tests.support.cards import every_device
-from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -65,9 +58,8 @@ from tests.support.runtime_cases import (
     differences,
     mixed,
     phrase,
-    plan_for,
 )
-from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal, restored
+from tests.support.scenario import Loop, Run, Scenario, Units, restored
 from tests.support.thinning import thinned
 
 CPU = torch.device("cpu")
@@ -154,150 +146,6 @@ def test_a_cycle_of_rates_and_betas_matches_plain_torch_bitwise(
     )
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt2", "functional"])
-@pytest.mark.parametrize("drain", [None, 0.5])
-def test_updates_from_disk_on_the_host_of_a_gpu_match_plain_torch_bitwise(
-    name: str, drain: float | None, tmp_path: Path
-) -> None:
-    """A GPU machine's moves on this one: states and parameters come from disk through staging.
-
-    Run one after the other, without lanes, the updates by three threads; frozen parameters lie
-    between the others.
-    """
-    model, reference = build(name), build(name)
-    for each in (model, reference):
-        for number, parameter in enumerate(each.parameters()):
-            parameter.requires_grad_(number % 5 != 2)
-    schedule = Schedule(update_drain=drain)
-    units = decided(described(name), KEEP, Placement(tier="disk"), schedule)
-    chunks, store, backend = make_chunks(model, units), DiskStore(tmp_path), Backend(CPU)
-    host = HostStore(backend)
-    states = UpdateRules(ADAMW)
-    for chunk in chunks:
-        offload(chunk, store, states, gradient_store=host)
-        chunk.unbind(chunk.every_group)
-    sizes = [chunk.size(UpdateRules(ADAMW)) for chunk in chunks]
-    program = compile_plan(units, sizes, StepSettings(piece_bytes=15_000), device="cuda")
-    team = UpdateTeam(3, smallest=64)
-    moves = Moves(
-        program,
-        units,
-        chunks,
-        backend=backend,
-        swap_stores={},
-        factory=ADAMW,
-        options=lambda: {part.name: {} for chunk in chunks for part in chunk.slices},
-        team=team,
-    )
-    plainly = ADAMW([p for p in reference.parameters() if p.requires_grad])
-    random_numbers = torch.Generator().manual_seed(3)
-    for _ in range(3):
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            if one.requires_grad:
-                other.grad = torch.randn(other.shape, generator=random_numbers)
-                one.grad = other.grad.clone()
-        moves.make_staging()
-        for slot in program.slots[len(units) :]:
-            chunks[slot.unit].take_gradients()
-            for number in slot.finish:
-                moves.start(number)()
-                moves.end(number)
-        for chunk in chunks:
-            chunk.clear_gradients()
-        moves.clear(program)
-        plainly.step()
-    reads = [move for move in program.moves if move.kind == "read states"]
-    assert len(reads) > 3 * len(units)
-    expected = dict(reference.named_parameters())
-    for chunk in chunks:
-        for part in chunk.slices:
-            assert torch.equal(read_values(chunk, part), expected[part.name]), part.name
-            for layout in chunk.current.states if part.trainable else ():
-                found = read_values(chunk, part, layout)
-                assert torch.equal(found, plainly.state[expected[part.name]][layout.key])
-    store.close()
-    team.close()
-
-
-class CopyingOptimizer(torch.optim.Optimizer):
-    """fp32 copies of all parameters, one optimizer over them, and copies back: the oracle."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.own = list(model.parameters())
-        self.copies = [nn.Parameter(parameter.detach().float()) for parameter in self.own]
-        self.inner = ADAMW(self.copies)
-        super().__init__(self.own, self.inner.defaults)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for parameter, copy in zip(self.own, self.copies, strict=True):
-            copy.grad = None if parameter.grad is None else parameter.grad.float()
-        self.inner.step()
-        with torch.no_grad():
-            for parameter, copy in zip(self.own, self.copies, strict=True):
-                parameter.copy_(copy)
-
-    def state_dict(self) -> dict[str, Any]:
-        """In the layout of optimizers with master weights."""
-        state = self.inner.state_dict()
-        for number, copy in enumerate(self.copies):
-            if number in state["state"]:
-                state["state"][number]["master"] = copy.detach()
-        return state
-
-
-NARROW = replace(CATALOGUE["llama-tied"], change=lambda model: model.to(torch.bfloat16))
-
-
-def test_one_line_gives_plain_training_master_weights() -> None:
-    found = Scenario(model=NARROW, factory=with_master_weights(ADAMW)).plain()
-    run = Scenario(model=NARROW).start()
-    run.optimizer = CopyingOptimizer(run.model)
-    assert_bitwise(found, Scenario().played(run))
-
-
-def loads(run: Run, number: int, *, into: Scenario, plainly: bool) -> None:
-    """Goes on with another model, under another plan or without one."""
-    if number != 2 or run.folder is None:
-        return
-    parameters, states = copied(run.model.state_dict()), copied(run.optimizer.state_dict())
-    masters = {state["master"].dtype for state in states["state"].values() if "master" in state}
-    assert masters <= {torch.float32}
-    randomness = torch.get_rng_state()
-    other = into.start(None if plainly else run.folder, seed=99)
-    run.model, run.optimizer = other.model, other.optimizer
-    run.model.load_state_dict(parameters)
-    run.optimizer.load_state_dict(states)
-    torch.set_rng_state(randomness)
-
-
-@pytest.mark.nightly(but=("plan-gpt2",))
-@pytest.mark.parametrize("model", ["gpt2", "masters"])
-@pytest.mark.parametrize("first", ["plan", "plain"])
-def test_states_go_from_plans_to_plain_training_and_back_bitwise(
-    model: str, first: str, tmp_path: Path
-) -> None:
-    """A master has bits that its parameter lacks: they are loaded, not made from the parameter."""
-
-    def plan(model: nn.Module) -> Any:
-        found = plan_for(model, busy_with("disk", seed=3)(asked.subject.units()))
-        precision: Precision = "master" if asked.model is NARROW else "pure"
-        return replace(found, workload=replace(found.workload, precision=precision))
-
-    asked = Scenario(
-        model=NARROW if model == "masters" else model,
-        plan=plan,
-        plain_factory=with_master_weights(ADAMW) if model == "masters" else None,
-    )
-    expected = asked.plain()
-    hook = partial(loads, into=asked, plainly=first == "plan")
-    going = replace(asked, script=Loop(before=hook))
-    run = going.start(tmp_path if first == "plan" else None)
-    run.folder = tmp_path
-    assert_bitwise(going.played(run), expected)
-
-
 # --- what else a training loop does ---------------------------------------------------------------
 
 
@@ -327,41 +175,6 @@ def test_a_plan_that_keeps_everything_installs_nothing(tmp_path: Path) -> None:
 def test_evaluation_between_steps_matches_plain_torch_bitwise(name: str, tmp_path: Path) -> None:
     script = Loop(num_steps=4, looks=(None, torch.no_grad), evaluates=True)
     Scenario(model=name, units=busy_with(), script=script).assert_like_plain(tmp_path)
-
-
-def looked_and_dropped(run: Run) -> None:
-    """A loss that was looked at and dropped, as when a batch is skipped."""
-    for number in range(3):
-        run.loss(number + 100)
-        run.step(number)
-
-
-def with_closures(run: Run) -> None:
-    def closure() -> float:
-        run.backward(len(run.seen))
-        loss: float = run.seen[-1].item()
-        return loss
-
-    with torch.no_grad():  # a closure records its graph all the same
-        for _ in range(5):
-            assert run.optimizer.step(closure) == run.seen[-1].item()
-            run.optimizer.zero_grad()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("script", [looked_and_dropped, with_closures])
-def test_a_script_matches_plain_torch_bitwise(script: Script, tmp_path: Path) -> None:
-    Scenario(model="llama", units=busy_with(), script=script).assert_like_plain(tmp_path)
-
-
-@pytest.mark.nightly
-def test_a_plan_is_read_from_its_file(tmp_path: Path) -> None:
-    path, spill = tmp_path / "plan.yaml", tmp_path / "spill"
-    asked = Scenario(model="llama", units=busy_with())
-    write_plan(asked.planned_for(build("llama")), path)
-    spill.mkdir()
-    given: Any = str(path)
-    replace(asked, plan=lambda _: given).assert_like_plain(spill)
 
 
 @pytest.mark.nightly(but=("cuda",))
@@ -563,39 +376,3 @@ def test_a_block_that_writes_other_buffers_keeps_what_it_saves(norm: NormMaker) 
     units = measured(model)
     assert [f.form for unit in units for f in unit.forms] == ["keep"] * len(units)
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
-
-
-# --- refusals leave the model alone ---------------------------------------------------------------
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """The model is inside and out the same: hooks, attributes, parameters and where they lie."""
-
-    def seen() -> Any:
-        places = {name: p.data_ptr() for name, p in model.named_parameters()}
-        return attached(model), places
-
-    before, values, threads = seen(), copied(model.state_dict()), set(threading.enumerate())
-    yield
-    assert seen() == before
-    assert set(threading.enumerate()) <= threads  # those of a model that was dropped may end
-    assert list(differences(model.state_dict(), values, "parameters")) == []
-
-
-def test_what_no_plan_can_follow_is_refused_and_leaves_the_model_alone(
-    tmp_path: Path, assert_says: Speaker
-) -> None:
-    """A module that is not there, a folder that is not there, a step too early, a second plan."""
-    model = build("llama")
-    asked = Scenario(model="llama", units=busy_with())
-    units = [replace(unit, name=unit.name.replace(".2", ".9")) for unit in described("llama")]
-    wrong = replace(asked, units=units)
-    with untouched(model):
-        assert_says(refusal(partial(wrong.prepared, model, tmp_path), ProtrainError))
-        missing = partial(asked.prepared, model, tmp_path / "missing")
-        assert_says(refusal(missing, ProtrainError))
-    run = asked.prepared(model, tmp_path)
-    run.loss(0)
-    assert_says(refusal(run.optimizer.step))
-    assert_says(refusal(partial(asked.prepared, model, tmp_path), ProtrainError))

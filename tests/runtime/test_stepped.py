@@ -17,13 +17,12 @@ from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
 from protrain_runtime import restore
-from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import KEEP, OPTIMIZER_IN_BACKWARD, Budgets
 from protrain_runtime.states.stand_ins import ConsumedGradient, hollow, plainly
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
 from tests.support.planning_cases import decoder, gpu
-from tests.support.runtime_cases import attached, copied, decided, differences
+from tests.support.runtime_cases import decided
 from tests.support.scenario import Run, Scenario, refusal
 
 
@@ -104,28 +103,6 @@ def test_a_backward_that_fails_ends_the_training(assert_says: Speaker) -> None:
         assert_says(refusal(use))
     # What there is can be looked at.
     assert all(bool(torch.isfinite(parameter).all()) for parameter in run.model.parameters())
-
-
-def one_left_out(model: nn.Module) -> list[dict[str, Any]]:
-    """Plain PyTorch leaves its gradient, which this plan would use up."""
-    return [{"params": [p for p in model.parameters() if p is not up(model, 1)]}]
-
-
-REFUSED: dict[str, Scenario] = {
-    "micro-batches": tried(settings={"micro_batches": 2}),
-    "no group": tried(groups=one_left_out),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_updated_in_backward_is_refused(name: str, assert_says: Speaker) -> None:
-    """Gradients that are needed later; what else is refused is followed by `test_fixes`."""
-    asked = REFUSED[name]
-    model = asked.subject.build()
-    before, values = attached(model), copied(model.state_dict())
-    assert_says(refusal(partial(asked.prepared, model, None), ProtrainError))
-    assert attached(model) == before
-    assert list(differences(model.state_dict(), values, "the model")) == []
 
 
 def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(

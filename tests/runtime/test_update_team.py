@@ -323,7 +323,6 @@ class Rig:
             self.chunk.current.scalars[name] = {key: own[key] for key in scalars}
 
     def differences(self) -> list[str]:
-        """Between the chunk and the plain optimizer, in parameters, states and scalars."""
         found: dict[str, Any] = {}
         expected: dict[str, Any] = {}
         for part in self.chunk.slices:

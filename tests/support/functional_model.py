@@ -60,8 +60,6 @@ class FeedForwardBlock(nn.Module):
 
 
 class FunctionalStack(nn.Module):
-    """An embedding, blocks and a head; returns the loss."""
-
     def __init__(
         self,
         *,

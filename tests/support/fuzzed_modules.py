@@ -310,5 +310,4 @@ def _module(seed: int) -> ModuleType:
 
 
 def fuzzed(seed: int) -> Hostile:
-    """A module of a seed, as it is judged."""
     return Hostile(lambda: _module(seed).Model(), seed=seed)

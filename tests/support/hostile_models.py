@@ -288,7 +288,6 @@ def tied(make: Make) -> nn.Module:
 
 
 def one_storage() -> nn.Module:
-    """All parameters are views of one storage."""
     model = Stack(depth=3)
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     places = flat.split([parameter.numel() for parameter in model.parameters()])
@@ -1034,7 +1033,6 @@ def rounding(stack: Stack, hidden: Tensor, step: int) -> Tensor:
 
 
 def gradient_inside(block: Any, hidden: Tensor) -> Tensor:
-    """A gradient inside the block's own forward, of a graph of its own."""
     with torch.enable_grad():
         leaf = hidden.detach().requires_grad_()
         (force,) = torch.autograd.grad(block.inner(leaf).square().mean(), leaf)

@@ -159,8 +159,6 @@ class Trained:
 
 
 class Judge:
-    """Judges one model; `seed` draws the mixed plan."""
-
     profile: Profile
 
     def __init__(self, subject: Hostile, seed: int, folder: Path) -> None:

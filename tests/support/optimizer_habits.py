@@ -195,7 +195,6 @@ def as_one_vector(run: Run, _: int) -> None:
 
 
 def alike(run: Run) -> list[nn.Parameter]:
-    """Parameters of one shape, with gradients."""
     found = [p for p in run.model.parameters() if p.grad is not None]
     shape = next(p.shape for p in found if sum(q.shape == p.shape for q in found) > 2)
     return [p for p in found if p.shape == shape]

@@ -1,6 +1,7 @@
 """Bytes that plans promise, and those that a meter counts."""
 
 import gc
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from protrain_plan.commands.training import Run
+from protrain_plan.models.sources import load_source
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import LARGE_BEGIN_BYTES, PAGE_BYTES
@@ -39,6 +41,12 @@ def profile_file(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
         return profiled_here(name, folder, num_steps=2)
 
     return _made(tmp_path_factory, f"peaks-{name.rpartition(':')[2]}.yaml", make)
+
+
+def preset_with(path: Path, name: str, **changes: int) -> str:
+    """A file with a preset's configuration and these changes, as a source."""
+    path.write_text(json.dumps(json.loads(load_source(name).model_config) | changes))
+    return str(path)
 
 
 def profile_made(

@@ -34,6 +34,7 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import (
+    Form,
     FormCost,
     OptimizerCost,
     Profile,
@@ -168,6 +169,16 @@ def split(size: int, pieces: int) -> tuple[int, ...]:
     return (*sizes[:-1], size - sum(sizes[:-1]))
 
 
+def with_form(profile: Profile, form: Form, leave: str) -> Profile:
+    """A profile by leave: in another form blocks keep half of what they keep."""
+    units = []
+    for unit in profile.units:
+        half = replace(unit.forms[0], form=form, kept_bytes=unit.forms[0].kept_bytes // 2)
+        forms = (unit.forms[0], half, *unit.forms[1:]) if unit.kind == "block" else unit.forms
+        units.append(replace(unit, forms=forms))
+    return replace(profile, units=tuple(units), allowed=(leave,))
+
+
 def tally_of(profile: Profile) -> Tally:
     """A profile with the seconds of some operators, one a slot and more of each form."""
     forms = dict.fromkeys(cost.form for unit in profile.units for cost in unit.forms)
@@ -264,7 +275,6 @@ def small(hardware: Hardware, *, blocks: int = 6, **own: Any) -> Profile:
 
 
 def within(profile: Profile, device: int, below: int = 10**12) -> Budgets:
-    """Budgets with `device` bytes for tensors, beside the context."""
     context = profile.hardware.device.context_bytes
     return Budgets(device=device + context, host=below, disk=below)
 

@@ -90,8 +90,8 @@ def factory(*makers: Any, moved: bool = True, **settings: Any) -> Factory:
     """Layers by the makers in turn; `moved` to the CPU, else packed when the profiler does it."""
 
     def make() -> tuple[nn.Module, Iterable[Batch]]:
-        model, guarded = llama(), itertools.cycle(makers)
-        replace_linears(model, lambda linear: next(guarded)(linear))
+        model, in_turn = llama(), itertools.cycle(makers)
+        replace_linears(model, lambda linear: next(in_turn)(linear))
         return with_adapters(model.to("cpu") if moved else model, **settings), batches()
 
     return make
@@ -129,8 +129,8 @@ def packed_with_adapters(
     kinds: Sequence[Any], make: Callable[[], Any], moves: Sequence[str] = ()
 ) -> nn.Module:
     """A model packed with the kinds in turn, and adapters of the same numbers every time."""
-    model, guarded = make(), itertools.cycle(kinds)
-    replace_linears(model, lambda linear: next(guarded)(linear))
+    model, in_turn = make(), itertools.cycle(kinds)
+    replace_linears(model, lambda linear: next(in_turn)(linear))
     for place in moves:
         model = model.to(place)
     with seeded(5):

@@ -36,7 +36,6 @@ def matrix(rng: random.Random, rows: int, columns: int, dtype: torch.dtype, *bat
 
 
 def product(rng: random.Random) -> RandomCall:
-    """mm, addmm or bmm."""
     dtype = rng.choice(DTYPES)
     rows, inner, columns = (size(rng, 1500) for _ in range(3))
     if rng.random() < 0.3:

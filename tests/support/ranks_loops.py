@@ -312,8 +312,7 @@ def several(loop: Loop, units: Sequence[UnitPlan], count: int, **options: Any) -
     return with_settings(plan, **{**own, **options})
 
 
-def guarded(name: str, *places: Placement) -> tuple[UnitPlan, ...]:
-    """The placements, unit by unit."""
+def in_turn(name: str, *places: Placement) -> tuple[UnitPlan, ...]:
     schedule = Schedule(forward_lead=1, backward_lead=2, update_drain=1)
     return tuple(
         replace(unit, states=place, schedule=schedule)

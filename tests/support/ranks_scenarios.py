@@ -19,7 +19,7 @@ from protrain_runtime.contract.records.plan import PERSISTENT, Placement
 from tests.support import routed_model
 from tests.support.mutations import AMONG_RANKS, mutate
 from tests.support.ranks_cases import end_ranks
-from tests.support.ranks_loops import ROUNDING, Loop, ddp, differing, guarded, planned, several
+from tests.support.ranks_loops import ROUNDING, Loop, ddp, differing, in_turn, planned, several
 from tests.support.runtime_cases import ADAMW, Outcome, batch, build
 
 NAME = "functional"
@@ -61,7 +61,7 @@ def trains(
 ) -> list[str]:
     """Where training under a plan differs, whose units have these placements in turn."""
     expected = by_ddp(loop)
-    plan = several(loop, guarded(NAME, *states), 2, num_replicas=num_replicas)
+    plan = several(loop, in_turn(NAME, *states), 2, num_replicas=num_replicas)
     with TemporaryDirectory() as folder, lateness():
         try:
             found = planned(dist.get_rank(), 2, loop, plan, Path(folder))
@@ -75,7 +75,7 @@ def evaluated() -> list[str]:
     model = build(NAME)
     with torch.no_grad():
         plain = loss_of(call_model(model, batch(NAME, 0))).item()
-    units = guarded(NAME, Placement(tier="device"))
+    units = in_turn(NAME, Placement(tier="device"))
     model, _ = prepare(model, several(Loop(NAME), units, 2), optimizer=ADAMW, wait_limit_s=LIMIT_S)
     with LATE_LANES(), torch.no_grad():
         found = loss_of(call_model(model, batch(NAME, 0))).item()

@@ -155,7 +155,6 @@ def where() -> tuple[str, bool]:
 
 
 def moved_to_device(tree: Any) -> Any:
-    """The same tree of tensors on the device."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device()), tree)
 
 
@@ -257,7 +256,6 @@ def tokens(number: int) -> Tensor:
 
 
 def labelled(number: int) -> Batch:
-    """Tokens, and the same as labels."""
     return {"input_ids": tokens(number), "labels": tokens(number)}
 
 
@@ -396,7 +394,6 @@ def speculative(plan: Plan) -> Plan:
 
 
 def decisions(tier: TierName) -> list[tuple[Activations, Placement]]:
-    """Every activation decision with every placement."""
     return list(itertools.product(activation_decisions(tier), placements(tier)))
 
 
@@ -469,7 +466,6 @@ FRACTIONAL = (
 def mixed(
     units: Sequence[UnitPlan], rng: random.Random, *tiers: TierName, stepped: bool = True
 ) -> tuple[UnitPlan, ...]:
-    """Decisions at random for every unit, on any of the tiers."""
     return tuple(
         replace(
             unit,

@@ -86,7 +86,6 @@ class Run:
         return found
 
     def loss(self, number: int) -> Tensor:
-        """The loss of a batch, with its graph."""
         return loss_of(call_model(self.model, self.subject.batch(number)))
 
     def backward(
@@ -131,7 +130,6 @@ class Run:
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     def become(self, other: "Run") -> None:
-        """Go on with another model and optimizer."""
         self.model, self.optimizer = other.model, other.optimizer
         self.folder, self.before = other.folder, other.before
 
@@ -298,7 +296,6 @@ class Scenario:
         return run.outcome()
 
     def plain(self) -> Outcome:
-        """The outcome of plain PyTorch."""
         if isinstance(self.script, Loop) and not self.script.hooked:
             return _plain(
                 self.subject, self.script, self.factory, self.plain_factory, self.groups, where()
@@ -374,7 +371,6 @@ def recorded(run: Run) -> None:
 
 
 def refusal(use: Callable[[], object], kind: type[Exception] = RuntimeError) -> Any:
-    """The error that a use is refused with."""
     with pytest.raises(kind) as caught:
         use()
     return caught.value

@@ -117,7 +117,6 @@ ALWAYS_IMPOSSIBLE = (
 
 
 def uncompiled(row: Row, *, seed: int = 0) -> nn.Module:
-    """The model, in its precision and with what is trained."""
     model = build(row["model"], seed=seed)
     precision, dtype = workload(row).precision, workload(row).dtype
     model = model.to(parameter_dtype(dtype, precision))
@@ -250,7 +249,6 @@ def plan_of_row(
 
 
 def optimizer_of(row: Row) -> Factory:
-    """The row's optimizer; on a card see `on_device`."""
     return OPTIMIZERS[row["optimizer"]] if device().type == "cpu" else ADAMW
 
 
