@@ -1,8 +1,8 @@
-"""This rank among the others: the groups that collectives run in, and what ranks agree on.
+"""This rank among the others: the groups of its collectives, and facts that ranks agree on.
 
-Every rank runs the same program, so that all of them meet in the same collectives in the same
-order. A rank that does not come makes the others wait, up to a time limit. A rank that fails says
-why at the ranks' store (see `failure`).
+Every rank runs the same program, so all meet in the same collectives in the same order. They wait
+for a missing rank up to a time limit. A rank that fails reports at the ranks' store (see
+`failure`).
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from protrain_runtime.devices.stores import in_rows
 from protrain_runtime.ranks.failure import START_AGAIN, Meeting, RanksError, abandoned, known
 
 CHECKPOINT_LIMIT_S = 3600.0
-"""Seconds that a rank may take longer than another one to write its part of a checkpoint."""
+"""Seconds that ranks may differ in writing their parts of a checkpoint."""
 
 
 # Their names since PyTorch 2.13, and before.
@@ -37,7 +37,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fill `whole` with the shards of a group; on a CPU `own` is a range of it, and sent to all."""
+    """Fill `whole` with the shards of a group; on a CPU `own` is a range of it, sent to all."""
     if whole.device.type != "cpu":
         _gather(whole, own, group=group)
         return
@@ -46,7 +46,7 @@ def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGro
 
 
 def sum_shards(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum `whole`, which is used up, over a group into `mine`, this rank's range of it."""
+    """Sum `whole`, which is consumed, over a group into `mine`, this rank's range of it."""
     if whole.device.type != "cpu":
         _reduce_scatter(mine, whole, group=group)
     else:
@@ -54,11 +54,11 @@ def sum_shards(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
 
 
 class Ranks:
-    """The ranks of one data-parallel group, of which this one is number `rank` of `count`.
+    """The ranks of one data-parallel group; this one is number `rank` of `count`.
 
-    They meet at their store first, and `connect` for collectives. `shard` of `num_shards` is then
-    this one's place among those that share the states of a chunk, and `in_node` its place, and
-    their number, among those of its node.
+    They meet at their store first, and `connect` for collectives. Then `shard` of `num_shards` is
+    this rank's place among those that share a chunk's states, and `in_node` its place and their
+    number in its node.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, limit_s: float) -> None:
@@ -69,7 +69,7 @@ class Ranks:
         self._checkpoints: dist.ProcessGroup | None = None
         self._members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         own = PrefixStore(f"protrain/{'-'.join(map(str, self._members))}", _get_default_store())
-        # Every rank calls `prepare` as often as the others, whatever came of it.
+        # Every rank calls `prepare` equally often, whatever the outcome.
         serial = own.add(f"calls/{self.rank}", 1)
         store = PrefixStore(str(serial), own)
         self.meeting = Meeting(store, self.rank, self.count, limit_s=limit_s)
