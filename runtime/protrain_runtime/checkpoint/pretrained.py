@@ -1,9 +1,9 @@
-"""`save_pretrained`: the files that transformers' and PEFT's `from_pretrained` read, without us.
+"""`save_pretrained`: files for transformers' and PEFT's `from_pretrained`, without us.
 
-[Note: one file decides] Files are written to a folder beside them and take their places when all of
-them are whole. transformers reads `model.safetensors`, or else the index: whichever decides is
-replaced last, and shards of a new save have names that those of the old one have not. What is
-interrupted before leaves the old model, what is interrupted after the new one.
+[Note: one file decides] Files are written to a folder beside their destination and moved there when
+all are complete. transformers reads `model.safetensors`, or else the index: the deciding one is
+replaced last, and a new save's shards have new names. An interruption before leaves the old model,
+one after it the new one.
 """
 
 import copy
