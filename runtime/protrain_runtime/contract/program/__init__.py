@@ -1,4 +1,4 @@
-"""The meaning of a plan. Plan -> `Program`: moves in order, the bytes of each, what one rank has.
+"""The meaning of a plan. Plan -> `Program`: ordered moves, their bytes, one rank's part.
 
-In: a plan and its profile. Out: what simulator and runtime read, and recordings of it.
+In: a plan and its profile. Out: programs for simulator and runtime, and recordings of them.
 """
