@@ -83,10 +83,7 @@ _NOTHING: Mapping[str, _Option] = {}
 
 
 def read_offers(path: Path) -> tuple[MachineOffer, ...]:
-    """The offers of a file; RecordError where it holds something else.
-
-    Also for a machine that is not there, and where a machine's devices are not joined.
-    """
+    """The offers of a file; RecordError if invalid, or a machine is missing or not joined."""
     top = parsed(read_text(path), str(path))
     found: list[MachineOffer] = []
     for name, entry in top.mapping().items():

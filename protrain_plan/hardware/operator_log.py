@@ -1,7 +1,4 @@
-"""Work of operators as they run: FLOPs and bytes.
-
-FLOPs count matrix products, convolutions and attention; other operators count bytes only.
-"""
+"""Work of operators as they run: bytes, and FLOPs of products, convolutions and attention."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -166,10 +163,7 @@ Arguments = Mapping[str, Any]
 
 
 def _attention_flops(arguments: Arguments, *, products: int, skips: bool = True) -> float:
-    """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future.
-
-    Without `skips` all scores count.
-    """
+    """Per product 2 B H Sq Sk D; half of the scores if the kernel `skips` the future."""
     batch, heads, length, width = arguments["query"].shape
     flops: float = 2.0 * products * batch * heads * length * arguments["key"].shape[2] * width
     return flops / 2 if skips and arguments["is_causal"] else flops

@@ -592,10 +592,7 @@ class Allocator:
 
 
 def is_this_machine(device: Device) -> bool:
-    """Return whether this is the processor at hand, with the threads that PyTorch has here.
-
-    A processor is known by its name alone, as the system tells it.
-    """
+    """Whether this is the present processor, by name, with PyTorch's present threads."""
     here = (processor_name(), torch.get_num_threads())
     return not is_accelerator(device.kind) and (device.name, device.num_threads) == here
 

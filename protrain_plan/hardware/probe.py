@@ -372,10 +372,7 @@ def probe_with_ranks(
     watch: Watch = BRIEF,
     progress: Progress = lambda *_: None,
 ) -> Hardware | None:
-    """`probe` on rank 0 while the others wait for it, then what joins them; None on the others.
-
-    Takes about 20 s on two cores. A rank takes the accelerator of its number in its node.
-    """
+    """`probe` on rank 0, then the network; None on other ranks. Takes about 20 s on two cores."""
     where = devices.found(str(device))
     if not devices.on_host(where):
         where = torch.device(where.type, rank.number % rank.in_node)

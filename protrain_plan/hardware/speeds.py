@@ -177,10 +177,7 @@ def lane_update(
 
 
 class PinnedLink:
-    """Copies between host memory, pinned as the runtime pins it, and a device, on streams.
-
-    The buffers are this object's; every copy has ended when a method returns.
-    """
+    """Copies between pinned host memory and a device, on streams; methods return when done."""
 
     def __init__(self, device: torch.device, num_bytes: int = 2**27) -> None:
         backend = Backend(device)
@@ -277,10 +274,7 @@ def contention(
 
 
 def small_compute(device: torch.device | str) -> Callable[[], None]:
-    """Return work of some milliseconds as models do it; it ends when the device has.
-
-    Matrix products and elementwise operators, with fresh memory for every result.
-    """
+    """Some milliseconds of model-like work: products, elementwise operators, fresh memory."""
     here = found(str(device))
 
     def of(scale: int) -> Callable[[], None]:

@@ -66,10 +66,7 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
 
 
 def routers(model: nn.Module) -> list[str]:
-    """The linear layers whose forward gives no tensor, such as Llama 4's routers.
-
-    What an adapter, or a packed layer, would return in their place is one.
-    """
+    """Linear layers whose forward returns no tensor, such as Llama 4's routers."""
     found = []
     for name, module in model.named_modules():
         own = type(module).forward is not nn.Linear.forward

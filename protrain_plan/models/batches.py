@@ -106,10 +106,7 @@ def first_of(batches: Iterator[Batch], *, source: str) -> Batch:
 
 
 def of_one_size(batches: Iterator[Batch], first: Batch) -> Iterator[Batch]:
-    """Batches without end, of the shapes of `first`, which stands for others and after the last.
-
-    A data set's last batch may be smaller.
-    """
+    """Endless batches of `first`'s shapes, which replaces smaller last ones."""
     shapes = [tensor.shape for tensor in tensors_in(first)]
     for batch in batches:
         yield batch if [tensor.shape for tensor in tensors_in(batch)] == shapes else first
@@ -249,10 +246,7 @@ def classes(task: str) -> Mapping[str, str]:
 
 
 def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
-    """Endless batches for a model class of transformers, on the CPU, features in float32.
-
-    ProtrainError where none are known for it, or the request does not fit the model.
-    """
+    """Endless batches for a model class of transformers, on the CPU; ProtrainError if unknown."""
     model_type = request.config.model_type
     if model_type in _WITH_IMAGE_TOKENS:
         return _images_and_text(request)
@@ -290,10 +284,7 @@ def _is_multimodal(model_class: str) -> bool:
 
 
 def of_text_alone(model: nn.Module, model_class: str) -> nn.Module:
-    """Return the model; its parts for images or sound are frozen if batches have neither.
-
-    Without gradients the optimizer leaves it as it is anyway.
-    """
+    """The model, with parts for images or sound frozen if batches have neither."""
     made: Any = model
     if _is_multimodal(model_class) and made.config.model_type not in _WITH_IMAGE_TOKENS:
         towers = (made.get_decoder(), made.get_input_embeddings(), made.get_output_embeddings())

@@ -52,10 +52,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def kernels(*, deterministic: bool) -> Iterator[None]:
-    """Inside, operators take deterministic kernels alone, or any: as a workload was profiled.
-
-    cuBLAS has deterministic ones if its workspace size is set before its first call.
-    """
+    """Use deterministic kernels inside, or any. (cuBLAS needs its workspace size set before.)"""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if deterministic:

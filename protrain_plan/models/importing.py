@@ -15,10 +15,7 @@ _MAX_REASON = 500
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The function or class that `package.module:name` or `path/to/file.py:name` says.
-
-    ProtrainError where there is none. The user's code runs, and may raise what it likes.
-    """
+    """The function or class at `package.module:name` or `file.py:name`; runs the user's code."""
     module_name, _, attribute = name.rpartition(":")
     is_file = module_name.endswith(".py")
     try:

@@ -176,10 +176,7 @@ def _in_train_mode(factory: OptimizerFactory, parameters: ParamsT, **options: An
 
 
 def works_in_place(name: str) -> bool:
-    """Return whether its GPU kernels take no extra memory.
-
-    Those of 8 bits: a block at a time, in shared memory (bitsandbytes, csrc/kernels.cu).
-    """
+    """Whether the optimizer's GPU kernels take no extra memory (8 bits: bitsandbytes/csrc)."""
     return _read(name)[0] in OF_8_BITS
 
 

@@ -243,10 +243,7 @@ def _packed(library: Any, kind: Quantize, values: torch.Tensor) -> nn.Parameter:
 
 
 def as_made(model: nn.Module, *, source: str) -> nn.Module:
-    """A factory's model: what waits for a device to be packed is packed, before any conversion.
-
-    ProtrainError where something of it was quantised in a way that no plan can follow.
-    """
+    """A factory's model, with waiting layers packed; ProtrainError for unsupported quantisers."""
     for _, layer in packed_layers(model):
         if not scales_of(layer) and layer.weight.is_floating_point():
             layer.weight = packed_like(layer.weight, layer.weight.data, eight=of_eight_bits(layer))

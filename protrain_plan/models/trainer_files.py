@@ -132,10 +132,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Format(SimpleNamespace):
-    """A trainer's files, with the entries that `trainers.yaml` describes.
-
-    `keys` has the fact that each key states, and how its value is read.
-    """
+    """A trainer's file format from `trainers.yaml`; `keys` map to facts and parsers."""
 
     def key_of(self, fact: str) -> str | None:
         """The key that says a fact in such files."""

@@ -1,7 +1,4 @@
-"""The work of PyTorch's compiler in this process: graphs, seconds, and hits of its cache.
-
-PyTorch counts all three (`torch._dynamo.utils`), for every caller of `torch.compile`.
-"""
+"""PyTorch's compiler in this process: graphs, seconds, cache hits, for all callers."""
 
 import sys
 from contextlib import AbstractContextManager

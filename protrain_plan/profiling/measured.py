@@ -402,10 +402,7 @@ _GRAPH_BYTES = 16 * 2**20  # for each further graph, of which fewer were measure
 
 
 def compiler_bytes(found: Compilation | None) -> int:
-    """The bytes of a cold run's compiler that this process, with graphs in a cache, did not need.
-
-    A run may be anywhere, and mostly begins with another cache than its profile.
-    """
+    """Bytes of a cold run's compiler that this process's cache avoided: a run may be cold."""
     if found is None or found.cache not in ("warm", "partly"):
         return 0
     return _COMPILER_BYTES + (found.num_graphs - 1) * _GRAPH_BYTES
@@ -420,10 +417,7 @@ def _optimizer(
     *,
     sparse: bool,
 ) -> OptimizerCost:
-    """Its speeds on tensors of the model's sizes, and seconds of a piece besides.
-
-    The probe has those of the default optimizer (`known_s`), measured in the same way.
-    """
+    """Its speeds on the model's tensor sizes, measured like the default optimizer's `known_s`."""
     where = device_of(model)
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     stepped = Stepped(workload.dtype, name, workload.precision)

@@ -21,10 +21,7 @@ _Node = tuple[str, int]  # ("slot", t), or ("move", its number)
 
 
 class PathPart(NamedTuple):
-    """Consecutive spans of the critical path on one lane, in seconds since the step began.
-
-    Names are those of `Program.slot_name` and `Program.move_name`.
-    """
+    """Consecutive spans of the critical path on one lane, by the program's names."""
 
     lane: str
     first: str
@@ -70,10 +67,7 @@ def waits_of(program: BoundProgram) -> "nx.DiGraph[_Node]":
 
 
 def critical_path(program: BoundProgram, timeline: Timeline) -> tuple[PathPart, ...]:
-    """The parts of the critical path, the first one first.
-
-    Where steps overlap, it begins with what waits for the step before.
-    """
+    """The parts of the critical path in order, from the previous step's if steps overlap."""
     spans: dict[_Node, Span] = {
         ("slot", index): Span(program.slot_name(index), COMPUTE, start, stop)
         for index, (start, stop) in enumerate(timeline.compute)

@@ -58,8 +58,5 @@ def slowed(hardware: Hardware, one: Channel, other: Channel) -> float:
 
 
 def crossing(hardware: Hardware, one: Channel, other: Channel) -> float:
-    """Seconds that a second of one lane takes of the other's.
-
-    Exact where both keep at least half of their speed, optimistic below.
-    """
+    """Seconds that one lane's second takes of another's: exact at half speed or more."""
     return min(1.0, slowed(hardware, one, other))

@@ -434,10 +434,7 @@ def _attach(
     own: Undo,
     absent: Set[str],
 ) -> list[Chunk]:
-    """Make the model follow the plan; return the chunks on disk, which leave it last.
-
-    All ranks get rank 0's values, except of `absent` parameters.
-    """
+    """Attach the plan, with rank 0's values except of `absent` ones; return chunks on disk."""
     plan, undo, ranks, optimizer = prepared.plan, prepared.undo, prepared.ranks, prepared.optimizer
     if not backend.on_host:
         usual = sys.getswitchinterval()

@@ -250,10 +250,7 @@ def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
 
 
 def _lane_limits(model: Fluid, choice: Choice) -> list[LaneLimit] | None:
-    """Lanes' shares of a step with these decisions, which are fixed in the model from now on.
-
-    None if HiGHS fails.
-    """
+    """Lanes' shares of a step with these decisions, fixed from now on; None if HiGHS fails."""
     for unit, (activation, state) in enumerate(choice):
         for taken, decisions in ((activation, model.activations), (state, model.states)):
             for number, decision in enumerate(decisions[unit]):

@@ -102,10 +102,7 @@ class Caution(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """The relaxation's value `bound` in seconds, and its reduced costs of options.
-
-    By class, activations and states: the least seconds by which a unit with the option raises it.
-    """
+    """The relaxation's value in seconds, and reduced costs: by class, kind and option."""
 
     bound: float
     reduced_costs: Sequence[tuple[Sequence[float], Sequence[float]]]
@@ -271,10 +268,7 @@ class _Shares:
 
 
 class Counting:
-    """The fluid model and its numbers: relaxed, rounded, fixed.
-
-    All in the model's plain compute time. `bound` holds for every plan's step.
-    """
+    """The fluid model and its numbers, in plain compute times; `bound` holds for every plan."""
 
     def __init__(
         self, problem: Problem, *, window: int = 1, stopped: Stopped | None = None

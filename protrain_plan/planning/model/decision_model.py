@@ -1,7 +1,4 @@
-"""The linear model of decisions and their bytes, slot by slot.
-
-Bytes are fractions of the device's budget. `fluid.py` adds transfers and time.
-"""
+"""The linear model of decisions and their bytes by slot, as fractions of the device's budget."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,10 +78,7 @@ class LinearModel:
     def staging(
         self, used: Sequence[tuple[StateOption, pulp.LpVariable]], *, on_device: bool
     ) -> Terms:
-        """The bytes of `implications.staging_bytes`, from options and their use.
-
-        Sizes there are rounded to whole bytes: one byte less is safe.
-        """
+        """The bytes of `implications.staging_bytes`, by use of options; one byte less is safe."""
         prefix, optimizer = "on_device_" if on_device else "", self.problem.profile.optimizer
         each = [staging_parts(state, optimizer, on_device=on_device) for state, _ in used]
         staging: Terms = []
@@ -145,10 +139,7 @@ class LinearModel:
 
 
 class DecisionModel(LinearModel):
-    """The decisions of one problem as binaries, and their bytes slot by slot.
-
-    If units are `alike`, those of a class share variables: fractions of options.
-    """
+    """One problem's decisions as binaries, shared by classes if `alike`, and bytes by slot."""
 
     def __init__(self, problem: Problem, *, alike: bool = False) -> None:
         super().__init__(problem, "protrain_plan")
@@ -233,10 +224,7 @@ class DecisionModel(LinearModel):
     # Memory
 
     def add_memory(self) -> list[pulp.LpVariable]:
-        """m: bytes per slot by the decisions alone, from their changes between slots.
-
-        Also the other tiers' budgets, since staging buffers are in one or the other.
-        """
+        """m: bytes per slot by the decisions, from their changes; also the other tiers' budgets."""
         problem, unit = self.problem, self.byte_unit
         # Every placement, and whether any unit of a class takes it (0 or 1): a maximum over
         # fractional chunks would be a fraction of one chunk's need.

@@ -492,10 +492,7 @@ class ForwardBackward:
     def _add_updates_until(
         self, chain: Chain, *, speculative: bool = True
     ) -> list[pulp.LpVariable]:
-        """Per unit the seconds of its and earlier units' updates.
-
-        Without `speculative`, of those that wait for the end of backward.
-        """
+        """Per unit the seconds of its and earlier updates; without `speculative`, of late ones."""
         name = "updates_until" if chain is BELOW else "device_updates_until"
         name = name if speculative else f"waiting_{name}"
         until = [self.variable(f"{name}_{n}") for n in range(self.problem.count)]
@@ -640,10 +637,7 @@ class Fluid(DecisionModel):
         return [row for phase in self.phases for row in phase.memory_rows]
 
     def least_bytes(self, limit_s: float, stopped: Stopped) -> float:
-        """A lower bound on device bytes, without context, for steps of at most `limit_s`.
-
-        Infinity if no plan is that fast. The model minimises the budget from now on.
-        """
+        """Least device bytes, without context, for a step of `limit_s`; infinity if impossible."""
         budget = self.variable("budget")
         for row in self.memory_rows:
             row.expr.addterm(budget, -1.0)

@@ -224,10 +224,7 @@ class LaneSeconds:
         return seconds
 
     def of_states(self, option: StateOption) -> Work:
-        """Seconds of each lane for a placement. The device's update waits for all collectives.
-
-        The device updates streamed chunks in turns with compute, in compute's time.
-        """
+        """Seconds of each lane for a placement, with turns of updates on the device in compute."""
         seconds, update_s = self.moved_states(option), option.update_s
         seconds[NETWORK] += option.device_s
         if option.decision.update_on_device:
@@ -257,10 +254,7 @@ def _once(method: Callable[["Problem", *_Asked], _Found]) -> Callable[["Problem"
 
 @dataclass(frozen=True)
 class Problem:
-    """Bytes in `device` are for tensors only, other uses deducted.
-
-    `profile` is one device's part of `made_from` (see `profile_of_rank`).
-    """
+    """Bytes in `device` are for tensors; `profile` is one device's part of `made_from`."""
 
     profile: Profile
     made_from: Profile
@@ -432,10 +426,7 @@ class Problem:
     def program(
         self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False
     ) -> BoundProgram:
-        """The program of `plans`; without `updating`, of an earlier micro-batch.
-
-        With `clipped`, of a step that repeats its speculative updates.
-        """
+        """The program of `plans`: of the `updating` micro-batch, or of a `clipped` step."""
         return _bind(tuple(plans), self.implied, updating=updating, clipped=clipped)
 
     @cached_property

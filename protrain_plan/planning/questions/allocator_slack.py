@@ -50,10 +50,7 @@ _MIB = 2**20
 
 
 def headroom_bytes(device_bytes: int, besides_bytes: int) -> int:
-    """Bytes of a device that plans for an estimate leave free by default: whole MiB.
-
-    Tensors within the remaining budget, and their reserve, fit the device.
-    """
+    """MiB that plans for an estimate leave free by default, for the allocator's reserve."""
     room = max(0, device_bytes - besides_bytes)
     return -(-round(room * EXPANDABLE_MOST / (1 + EXPANDABLE_MOST)) // _MIB) * _MIB
 
@@ -81,10 +78,7 @@ def is_unknown(profile: Profile) -> bool:
 
 
 def reserved_bytes(profile: Profile, peak: TierBytes) -> int:
-    """Approximate bytes of the process on the device with `expandable_segments`.
-
-    For a measured profile, its peak's own.
-    """
+    """Approximate bytes of the process with `expandable_segments`, or the measured ones."""
     unknown = is_unknown(profile)
     return peak.on_device + round(EXPANDABLE_MEDIAN * peak.device) * unknown
 

@@ -32,10 +32,7 @@ from protrain_runtime.contract.units import format_bytes
 
 
 class Policy(NamedTuple):
-    """A policy: its name on one device and on several ("" if not available).
-
-    With `buckets`, several devices hold gradients twice (see `bucket_bytes`).
-    """
+    """A policy by device count ("": not available); with `buckets`, see `bucket_bytes`."""
 
     alone: str
     joined: str

@@ -103,10 +103,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastMemory:
-    """The plan of least device memory found among those of at most `limit_seconds`.
-
-    No plan that fast fits a device budget below `lower_bound_bytes` (context included).
-    """
+    """The leanest plan found within `limit_seconds`; no such plan is below `lower_bound_bytes`."""
 
     solved: Solved
     limit_seconds: float

@@ -1,7 +1,4 @@
-"""Cells of a grid, as records: the same question with other settings, each with its answer.
-
-Nothing here plans, as in `answers`.
-"""
+"""Cells of a grid, as records: one question under several settings, with answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -56,10 +56,7 @@ MORE_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best cell, if there is one, and all that were looked at, in order.
-
-    `unseen` are those that no longer mattered.
-    """
+    """The best cell, if any, and all cells in order; `unseen` ones no longer mattered."""
 
     best: Tried | None
     looked_at: tuple[Tried, ...]

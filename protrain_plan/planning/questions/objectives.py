@@ -50,11 +50,7 @@ def ask(
     report: Callable[[Point], None] | None = None,
     hints: Sequence[Hint] = (),
 ) -> Answer:
-    """The answer to a question; ProtrainError where a pin does not fit it.
-
-    The search for the fastest step begins with `hints`, too. Of a front, each point is reported as
-    soon as it is known.
-    """
+    """The answer to a question, from `hints`; points of a front are reported as found."""
     problems, budgets = question.problems(), question.budgets
     ours = replace(effort, solver="milp")  # baselines are for the fastest step
     answer = Answer(question=question)

@@ -149,10 +149,7 @@ def plan(
     effort: Effort | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
-    """The fastest plan found for `profile` within `budgets`, or why there is none.
-
-    `budgets.device` includes the context. See `solve_problem`.
-    """
+    """The fastest plan found within `budgets` (context included), or `Infeasible`."""
     problem = Problem.of(profile, budgets, settings)
     return solve_problem(problem, budgets, effort=effort, hints=hints)
 
@@ -161,10 +158,7 @@ def plan(
 def solve_problem(
     problem: Problem, budgets: Budgets, *, effort: Effort | None = None, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
-    """The fastest plan found for a problem with these budgets, or why there is none.
-
-    `hints` are plans to begin with.
-    """
+    """The fastest plan found for a problem from `hints`, or `Infeasible`."""
     effort = effort or Effort()
     found = _solved_exactly(problem, budgets, effort, hints)
     is_small = problem.count <= SMALL and effort.solver == "milp" and not effort.spent()
@@ -556,10 +550,7 @@ def solve_any(
     effort: Effort | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
-    """The fastest plan found for any of the problems; why the first has none, where none has any.
-
-    The bound is one on the plans of all of them. Arguments as of `solve_problem`.
-    """
+    """The fastest plan of any problem, with a bound for all; or why the first has none."""
     effort = effort or Effort()
     if len(problems) == 1:
         return solve_problem(problems[0], budgets, effort=effort, hints=hints)

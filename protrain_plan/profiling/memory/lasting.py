@@ -38,10 +38,7 @@ class Lasting:
         return storage_bytes(held, block=block) + 3 * storage_bytes(keeping, block=block)
 
     def num_steps(self, step: Callable[[], object]) -> int:
-        """After how many a step has replaced all that steps replace; 0 where they replace nothing.
-
-        A queue of three tensors takes three.
-        """
+        """Steps until all replaced tensors are replaced; 0: none. A queue of three takes three."""
         first = self._tensors()
         left = _identities(first)
         if left == _identities(self._before):
@@ -91,10 +88,7 @@ class Lasting:
 
 
 def other_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors where the model is that are none of its own: its data, mostly.
-
-    All that Python can reach in this process, as a measured step counts them.
-    """
+    """Bytes on the model's device of other reachable tensors: mostly its data."""
     gc.collect()
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in model.parameters() if p.grad is not None]

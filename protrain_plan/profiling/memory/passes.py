@@ -165,10 +165,7 @@ _EARLY = "early "  # begins the label of a mark where a slot may begin at run ti
 
 
 def _by_slot(segments: Sequence[Segment], gradients: Callable[[int], int]) -> Iterator[Segment]:
-    """The segments of slots, each with the peak from where it may begin to where the next does.
-
-    A peak from before its slot is one with the gradients that arrive in between.
-    """
+    """The slots' segments, with peaks from the earliest begin to the next's."""
     early: dict[int, int] = {}  # peaks without gradients since, of slots that may have begun
     running: Segment | None = None
     for segment in segments:
@@ -263,10 +260,7 @@ def swapped_segments(
     kept: Set[int] = frozenset(),
     num_warm: int = 0,
 ) -> tuple[Segment, ...]:
-    """Live bytes of one forward in which saved tensors leave, by number, when their unit ends.
-
-    A frame of the model's forward may hold a block's input a while longer.
-    """
+    """Live bytes of one forward in which saved tensors leave at the end of their unit."""
     gc.collect()
     counting = meter()
     packed: list[list[ref[_Held]]] = []  # by unit; what autograd has released is gone

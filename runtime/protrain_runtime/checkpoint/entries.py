@@ -87,10 +87,7 @@ class Entry:
 
 
 def entries_in(path: Path, file: BinaryIO, row: FileRow | None) -> list[Entry]:
-    """Tensors of a safetensors file, or their parts, contiguous up to its end.
-
-    ProtrainError if it is not one, or differs from its row.
-    """
+    """Tensors of a safetensors file, or parts, contiguous; ProtrainError if not as in its row."""
     size, length = os.fstat(file.fileno()).st_size, file.read(8)
     if row is not None and size != row.num_bytes:
         problem = "is cut off" if size < row.num_bytes else "extends past its end"

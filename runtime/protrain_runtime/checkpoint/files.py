@@ -81,10 +81,7 @@ def header_of(
 
 
 def write_values(path: Path, values: Iterable[tuple[int, Source]], checksum: int = 0) -> int:
-    """Write values to an existing file, each at its offset, and flush all to disk.
-
-    Returns the CRC-32 of the written bytes, continued from `checksum`.
-    """
+    """Write values at their offsets and flush to disk; returns the CRC-32, after `checksum`."""
     with path.open("r+b") as file:
 
         def write(piece: torch.Tensor) -> None:

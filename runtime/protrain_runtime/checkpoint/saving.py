@@ -349,10 +349,7 @@ def _content(
 
 
 def shared_out(ranks: Ranks | None, values: Mapping[str, Source]) -> dict[str, Source]:
-    """This rank's share: its parts, and whole tensors that it writes for all.
-
-    Ranks write about equal bytes of replicated tensors.
-    """
+    """This rank's parts, and its share, by bytes, of replicated tensors."""
     if ranks is None:
         return dict(values)
     parts = {n for n, v in values.items() if isinstance(v, Stored) and v.part is not None}

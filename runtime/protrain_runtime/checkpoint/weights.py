@@ -33,10 +33,7 @@ from protrain_runtime.states.values import (
 
 
 class Weights:
-    """A folder's tensors for a model's `absent` parameters and any others.
-
-    ProtrainError without a checkpoint.
-    """
+    """A folder's tensors for `absent` and other parameters. ProtrainError without a checkpoint."""
 
     def __init__(self, directory: Path | str, absent: Set[str]) -> None:
         self._absent = absent

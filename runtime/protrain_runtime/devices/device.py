@@ -269,10 +269,7 @@ _NEEDED: dict[str, Callable[[torch.device], object]] = {
 
 
 def autocast_as_now(kind: str, *, caches: bool = True) -> Callable[[], torch.autocast]:
-    """A maker of contexts with the present autocast for a type of device.
-
-    Weight casts are cached inside if they are now, and if `caches`.
-    """
+    """A maker of contexts with the present autocast; weight casts are cached only if `caches`."""
     return partial(
         torch.autocast,
         kind,

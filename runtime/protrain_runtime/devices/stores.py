@@ -112,10 +112,7 @@ class DeviceStore(HostStore):
 
 
 class CommonStore(HostStore):
-    """Host memory that `count` processes share, in one unnamed file.
-
-    Only `write` changes it, through the file: readers have waited for writers.
-    """
+    """Host memory that `count` processes share, in an unnamed file; only `write` changes it."""
 
     def __init__(self, backend: Backend, descriptor: int, num_bytes: int, count: int) -> None:
         super().__init__(backend)
@@ -311,10 +308,7 @@ def do_all(works: Sequence[Callable[[], None]]) -> None:
 
 
 class SplitStore(HostStore):
-    """Host memory and a disk as one store; each range lies in one of them.
-
-    The optimizer reads and writes host memory only; `reads` brings both to the device.
-    """
+    """Host memory and disk as one store: updates use host memory, `reads` both."""
 
     def __init__(self, backend: Backend, near: Store, far: Store) -> None:
         super().__init__(backend)

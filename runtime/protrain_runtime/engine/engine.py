@@ -420,10 +420,7 @@ class Engine:
         )
 
     def _refuse_micro_batch(self, done: int) -> None:
-        """RuntimeError if remaining gradients of the training loop leave no room for this one.
-
-        `done` micro-batches have gradients.
-        """
+        """RuntimeError if gradients, of `done` micro-batches, leave no room for this one."""
         if self._ranks is not None:
             self._ranks.meeting.refuse_lost()
         if self._state.cut_short:

@@ -33,10 +33,7 @@ Work = Callable[[], None]
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum in flight: flat buffers by group or part, and the number of ranks with each gradient.
-
-    `before` are sums of earlier micro-batches to add.
-    """
+    """A sum in flight: flat buffers, ranks with each gradient, sums `before` of micro-batches."""
 
     buffers: dict[int, torch.Tensor]
     parts: list[Slice]

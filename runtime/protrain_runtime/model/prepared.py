@@ -38,10 +38,7 @@ Undo = list[Callable[[], object]]
 
 @dataclass(slots=True)
 class Prepared:
-    """The parts that `prepare` attached to a model.
-
-    Until `has_values`, stores have places but no values: nothing to bring back.
-    """
+    """The parts that `prepare` attached to a model; stores are empty until `has_values`."""
 
     engine: Engine | None
     chunks: Sequence[Chunk]
@@ -224,10 +221,7 @@ def _reduce_plainly(
 
 @contextmanager
 def writing_together(chunks: Sequence[Chunk], what: str) -> Iterator[None]:
-    """Inside, ranks write parameters that they share.
-
-    Common copies are written when all ranks have read what was there, and read when all is written.
-    """
+    """Ranks write shared parameters inside, after all have read them, and read after all wrote."""
     shared = (chunk.sharding for chunk in chunks if chunk.sharding is not None)
     ranks = next((each.ranks for each in shared if each.common is not None), None)
     if ranks is None:

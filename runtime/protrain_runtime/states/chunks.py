@@ -447,10 +447,7 @@ class Chunk:
         )
 
     def release(self, groups: Collection[int], *, looks: bool = False) -> list[torch.Tensor]:
-        """Take these groups' buffers from the model; returns those that are not reused.
-
-        With `looks`, a buffer with other holders is no longer reused.
-        """
+        """Take these groups' buffers; returns ones not reused, and `looks` for other holders."""
         released: list[torch.Tensor] = []
         for number in groups:
             self.unbind((number,))
@@ -535,10 +532,7 @@ class Chunk:
                 stored.store.write(stored.offset, values.view(torch.uint8))
 
     def forget_dropped(self) -> None:
-        """Forget waiting gradients whose stand-ins the training loop has removed (`zero_grad`).
-
-        What it has changed of the others is written back.
-        """
+        """Drop waiting gradients without stand-ins (`zero_grad`); write back changes to others."""
         for stored in self.offloaded_gradients.values():
             stored.take_back()
         with plainly():

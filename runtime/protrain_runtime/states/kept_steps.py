@@ -224,10 +224,7 @@ class KeptRanges:
         waiting: Mapping[str, GradientInStore],
         gradients: Mapping[str, torch.Tensor],
     ) -> bool:
-        """Take this step's inputs; False if it needs other optimizers.
-
-        Runs in every step of every piece: avoids calls.
-        """
+        """Take this step's inputs; False if it needs other optimizers. Hot: avoid calls."""
         scalars, updated = self._copy.scalars, self._copy.updated
         for part, base, at_hand, store, offset in self._sources:
             name = part.name

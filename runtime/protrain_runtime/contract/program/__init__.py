@@ -1,4 +1,1 @@
-"""The meaning of a plan. Plan -> `Program`: ordered moves, their bytes, one rank's part.
-
-In: a plan and its profile. Out: programs for simulator and runtime, and recordings of them.
-"""
+"""The meaning of a plan. In: a plan and its profile. Out: `Program`s, and recordings of them."""

@@ -94,10 +94,7 @@ def bind(
 
 
 def program_of(plan: Plan, profile: Profile, *, clipped: bool = False) -> BoundProgram:
-    """The program of a plan for its profile's model and machine.
-
-    With `clipped`, of a step that repeats its speculative updates.
-    """
+    """The program of a plan and its profile; `clipped`: it repeats speculative updates."""
     return bind(plan.units, Implications(profile, plan.settings), clipped=clipped)
 
 

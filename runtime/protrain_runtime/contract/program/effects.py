@@ -97,10 +97,7 @@ class Eviction(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Bytes of the last slot's eviction during the device's update.
-
-        The update waits for sums, whose shards remain, but not for evictions to a tier.
-        """
+        """Bytes of the last slot's eviction in the device's update, which waits only for sums."""
         return self.held - (0 if self.tier else sum(self.pieces))
 
 
@@ -203,10 +200,7 @@ class StateOption:
 
     @property
     def parameters_read(self) -> int:
-        """Gradient-sized buffers read with the states for an update.
-
-        Parameters come with the states, and gradients where they were on the tier too.
-        """
+        """Gradient-sized buffers read for an update: parameters, and gradients from the tier."""
         gradients = self.home == "disk" or (self.home == "host" and self.decision.update_on_device)
         return (self.home not in (None, "in place")) + gradients
 
@@ -456,10 +450,7 @@ def placed(
 def _tier_bytes(
     states: Placement, home: GradientHome, own: ChunkSize, device: DeviceKind, copy_bytes: int
 ) -> dict[TierName, int]:
-    """Bytes of an offloaded chunk on tiers: its states, and gradients in flight.
-
-    `copy_bytes` are a common copy's.
-    """
+    """An offloaded chunk's bytes on tiers: states, gradients in flight, and `copy_bytes`."""
     found: dict[TierName, int] = {}
     far = sum(disk_pieces(own, states.on_disk))
     tier, copies = states.tier, 1 + states.speculate

@@ -60,10 +60,7 @@ class SlotBytes:
 
 
 def live_ranges(program: BoundProgram) -> Iterator[LiveRange]:
-    """All live ranges on the device, from the start of a slot to the end of another.
-
-    Slot 2U, after the last one, is the update of the persistent chunks.
-    """
+    """All live ranges on the device, by first and last slot; slot 2U is the device's update."""
     end, settings = len(program.slots), program.settings
     yield LiveRange("base", 0, 0, end, base_bytes(program.profile, settings))
     for activation, state in zip(program.activations, program.states, strict=True):
@@ -183,10 +180,7 @@ def evaluation_bytes(program: BoundProgram) -> int:
 
 
 def _gone_at(program: Program) -> dict[int, int]:
-    """For each move that a slot waits for before it starts: the first such slot.
-
-    A chunk's pieces are written in order: a wait for one covers the earlier ones.
-    """
+    """The first slot that waits for each move, by itself or a later piece of its chunk."""
     slots: dict[int, int] = {}
     for index, slot in enumerate(program.slots):
         for number in slot.drained:
@@ -201,10 +195,7 @@ def _gone_at(program: Program) -> dict[int, int]:
 
 
 def _room(move: Move, state: StateOption) -> int:
-    """Device bytes for an arrival, from the slot that submits the move.
-
-    A rank's shard is read into its place in the gather buffer.
-    """
+    """Bytes that an arrival allocates; a rank's shard is read into the gather buffer."""
     if move.kind == "swap in":
         return move.bytes
     if move.kind == "all-gather" and state.fetches:

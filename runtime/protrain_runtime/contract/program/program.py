@@ -423,10 +423,7 @@ def grouped(sizes: Sequence[int]) -> list[range]:
 
 @lru_cache(maxsize=100_000)
 def pieces_in(sizes: tuple[int, ...], share: tuple[float, float]) -> range:
-    """The pieces in a share of the bytes, in order; a cut one is in the later share.
-
-    The shares (0, f) and (f, 1) hold every piece once. (Cached: calls repeat.)
-    """
+    """The pieces in a share of the bytes; a cut one is in the later share. (Cached.)"""
 
     def before(fraction: float) -> int:
         if fraction <= 0 or fraction >= 1:
@@ -437,10 +434,7 @@ def pieces_in(sizes: tuple[int, ...], share: tuple[float, float]) -> range:
 
 
 def parts(sizes: Sequence[int]) -> list[float]:
-    """Fractions at the ends of a chunk's parts, to overlap fetch and gather.
-
-    While one part is gathered, the next is fetched: up to `MAX_PARTS` of whole pieces.
-    """
+    """The ends, as fractions, of parts whose fetch and gather overlap: `MAX_PARTS` at most."""
     total, ends, since = sum(sizes), list[float](), 0
     for done in accumulate(sizes):
         if done - since >= max(MIN_PART_BYTES, total / MAX_PARTS) or done == total:
@@ -510,10 +504,7 @@ class Residency(NamedTuple):
 
 
 def residencies(states: Placement, used_by: Sequence[int], num_units: int) -> list[Residency]:
-    """The stays of an offloaded chunk on the device.
-
-    One for each run of consecutive slots that read it; if kept gathered, from first to last use.
-    """
+    """The stays of an offloaded chunk: one per run of slots, or a single one if kept gathered."""
     # Forward of its users, then their backward.
     slots = [*used_by, *(2 * num_units - 1 - unit for unit in reversed(used_by))]
     if states.keep_gathered:
@@ -572,10 +563,7 @@ def gradient_home(states: Placement, settings: StepSettings, device: DeviceKind)
 
 
 def reads_gradients(states: Placement, settings: StepSettings, device: DeviceKind) -> bool:
-    """Whether an update that moves states brings gradients from their tier.
-
-    They are on the same tier, or read-only for an optimizer: a clipped step needs them again.
-    """
+    """Whether an update that moves states brings gradients: same tier, or needed again."""
     return gradient_home(states, settings, device) == states.tier or states.speculate
 
 

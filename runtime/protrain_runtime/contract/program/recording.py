@@ -46,11 +46,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One recorded step of a plan.
-
-    `slot_bytes` are peaks of device tensors in each slot, and last in the device's update; empty if
-    not counted.
-    """
+    """One recorded step; `slot_bytes` are peaks per slot, the update's last; may be empty."""
 
     protrain: str = KIND
     version: int = VERSION

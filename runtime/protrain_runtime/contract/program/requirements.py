@@ -1,7 +1,4 @@
-"""Requirements of placements on the step.
-
-The planner's options, pins, the compiler and the runtime ask this table and quote its words.
-"""
+"""Requirements of placements on the step, for planner, pins, compiler and runtime."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
