@@ -37,20 +37,20 @@ _COPIES = (aten._to_copy.default, aten.copy_.default, aten.clone.default)
 """Element-wise like those that PyTorch tags so."""
 
 _LONG_ROW = 2**16
-"""Bytes of a row from which on a softmax reads it again for each of its passes."""
+"""Least bytes of a row that softmax rereads in each pass."""
 
 
 class OperatorLog:
-    """The work of operators that run, between marks. The tensors may be fake."""
+    """The work of running operators, between marks. The tensors may be fake."""
 
     def __init__(self) -> None:
         self.slots: list[list[Work]] = []  # one per mark
-        # Dropout on a CPU draws a mask, divides it and multiplies by it. On an accelerator all of
-        # this is one kernel (fused_dropout_kernel, Dropout.cu).
+        # Dropout on a CPU draws a mask, divides it and multiplies by it; on an accelerator it is
+        # one kernel (fused_dropout_kernel, Dropout.cu).
         self._mask: Callable[[], Tensor | None] = lambda: None
 
     def mark(self) -> None:
-        """Begin the next list, to which belongs what runs from here on."""
+        """Begin the next list."""
         self.slots.append([])
 
     def seconds(self, rates: Rates) -> list[float]:
