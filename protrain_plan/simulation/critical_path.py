@@ -1,9 +1,9 @@
 """The critical path of a simulated step: the slots and moves that it waits for, in order.
 
-The graph has a node for every slot and every move of the step, and an edge to each from what it
-waits for: the order of compute and of its lane, `Move.after`, and the waits of a slot (see
-`program.Slot`). In a simulated step each node starts when the last of these has ended, so the path
-goes back from the node that ends last along those that end last.
+The graph has a node per slot and move of the step, and an edge to each from whatever it waits for:
+the order of compute and of its lane, `Move.after`, and a slot's waits (see `program.Slot`). In a
+simulated step each node starts when the last of these has ended: the path goes back from the last
+node along the latest ends.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ class PathPart(NamedTuple):
 
 
 def waits_of(program: BoundProgram) -> "nx.DiGraph[_Node]":
-    """The graph of waits within one step; edges go from what ends to what waits for it."""
-    import networkx as nx  # takes longer to import than most plans to show
+    """The graph of waits within one step; edges go from an ending to a waiting node."""
+    import networkx as nx  # slower to import than most plans are to show
 
     graph: nx.DiGraph[_Node] = nx.DiGraph()
     on_lane: dict[object, _Node] = {}
