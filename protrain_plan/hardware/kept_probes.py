@@ -1,7 +1,7 @@
 """Cached probes of this machine: files in the user's cache folder.
 
 A probe's name has its dependencies: the processor and its threads, the memory, the device, the
-spill directory's disk, the dtype of updates and the time of watching the disk. `kept` lists other
+spill directory's disk, the dtype of updates and the time of watching the disk. `cache` lists other
 parts. The machine's load is not one: a probe can be renewed.
 """
 

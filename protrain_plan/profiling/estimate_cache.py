@@ -5,7 +5,7 @@ and configurations that transformers builds. A factory's code has unknown depend
 cached. Nor are estimates for a CPU, whose kernels may be measured on the present processor. A
 profile that is read must answer its question.
 
-`kept` says what else the names contain, and whose files are trusted.
+`cache` says what else the names contain, and whose files are trusted.
 """
 
 import json

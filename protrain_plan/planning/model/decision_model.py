@@ -78,7 +78,7 @@ class LinearModel:
     def staging(
         self, used: Sequence[tuple[StateOption, pulp.LpVariable]], *, on_device: bool
     ) -> Terms:
-        """The bytes of `implications.staging_bytes`, by use of options; one byte less is safe."""
+        """The bytes of `effects.staging_bytes`, by use of options; one byte less is safe."""
         prefix, optimizer = "on_device_" if on_device else "", self.problem.profile.optimizer
         each = [staging_parts(state, optimizer, on_device=on_device) for state, _ in used]
         staging: Terms = []
@@ -117,7 +117,7 @@ class LinearModel:
                 terms += staging
                 is_short = limit <= SHORT_OF_PASSAGES * PASSING_BYTES
                 if is_short and "disk" in self.problem.tiers:
-                    # Bytes to and from disk pass through: `implications.tier_staging_bytes`.
+                    # Bytes to and from disk pass through: `effects.tier_staging_bytes`.
                     on_disk = (
                         (n, len(units)) for o, n, units in self.each() if "disk" in o.tier_bytes
                     )

@@ -4,7 +4,7 @@
 deterministic: an answer by the same name would be found again. If a time limit or Ctrl-C ended the
 search, the answer depends on the machine and is not cached.
 
-`kept` says what the names contain, and whose files are trusted.
+`cache` says what the names contain, and whose files are trusted.
 """
 
 from contextlib import suppress
