@@ -23,10 +23,10 @@ def hardware_names() -> tuple[str, ...]:
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
-    """The machine called so in the catalogue, or that of a file.
+    """The machine of a catalogue name or a file.
 
-    A file holds hardware, or a profile whose hardware is taken. ProtrainError, with the nearest
-    names, where there is no such machine; RecordError where the file holds something else.
+    A file holds hardware, or a profile with hardware. ProtrainError, with the nearest names, for an
+    unknown machine; RecordError for other files.
     """
     text = str(name_or_path)
     if text in hardware_names():
@@ -56,7 +56,7 @@ def _tables() -> dict[str, Any]:
 
 @cache
 def _shipped(name: str) -> Hardware:
-    """A machine of the catalogue, with the values of its parts."""
+    """A catalogue machine, with its parts' values."""
     tables = _tables()
     own = tables["machines"][name]
     found = reduce(_over, [*(tables["parts"][part] for part in own["like"]), own])
@@ -69,7 +69,7 @@ def _shipped(name: str) -> Hardware:
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """The values of both, and of mappings in both, those above in place of those below."""
+    """Merged mappings, recursively; `above` overrides `below`."""
     both = {
         key: _over(below[key], value) if isinstance(value, dict) and key in below else value
         for key, value in above.items()

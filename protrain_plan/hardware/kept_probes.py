@@ -1,8 +1,8 @@
-"""Probes of this machine that were made before: files in the user's cache folder.
+"""Cached probes of this machine: files in the user's cache folder.
 
-A probe is kept under what it depends on: the processor and its threads, the memory, the device, the
-disk of the spill directory, the dtype of updates and how long the disk was watched. `kept` says
-what else the names hold. How busy the machine was is no part of them: a probe can be renewed.
+A probe's name has its dependencies: the processor and its threads, the memory, the device, the
+spill directory's disk, the dtype of updates and the time of watching the disk. `cache` lists other
+parts. The machine's load is not one: a probe can be renewed.
 """
 
 import shutil
@@ -36,12 +36,12 @@ class ProbeCache(Kept):
         disk = 0
         try:
             disk = spill_directory.stat().st_dev
-        except OSError:  # the probe says what is wrong with the directory
-            self._folder = None  # nothing is kept
+        except OSError:  # the probe reports the directory's error
+            self._folder = None  # nothing is cached
         self._question = repr((*host, str(device), name, disk, dtype, watch))
 
     def machine(self) -> Hardware | None:
-        """The machine as it was probed, with the room that its disk has now; None if unknown."""
+        """The probed machine, with its disk's present room; None if unknown."""
         text = self._read(self._question)
         with suppress(RecordError):
             if text is not None:

@@ -37,11 +37,11 @@ from typing import NamedTuple
 from protrain_runtime.contract.records.hardware import Rates
 
 _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the result; the first are as fast as a multiprocessor computes."""
+"""Rows and columns of the result; the first ones run at a multiprocessor's full speed."""
 
 _PARTS = (1, 2, 4, 8, 16)
 _LEAST_PART = 2048
-"""Least part of the inner dimension; a shorter one takes as long."""
+"""Least part of the inner dimension; shorter ones take as long."""
 
 _FLOAT32_TILES = (*_TILES, (128, 32), (32, 128), (32, 32))
 """Without tensor cores a multiprocessor computes a sixteenth as fast, so that what narrow tiles
@@ -60,7 +60,7 @@ _LEAST_CLOCK = 1e9
 _EDGE_KEYS = 256
 _SCORE_WIDTH = 22
 _RATED_WIDTH = 128
-"""Efficiencies of attention are those of heads so wide; wider ones are no faster."""
+"""Efficiencies of attention are for heads of this width; wider ones are no faster."""
 
 _MASKED = 0.48
 """With a mask of its own, attention is another kernel's, which is slower: 98 TFLOP/s where
@@ -78,9 +78,9 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Fused attention: what a row of queries meets, and the width of a head."""
+    """Fused attention: keys per row of queries, and the width of a head."""
 
-    keys: float  # in the mean: half of them where the future is skipped
+    keys: float  # on average: half of them if the future is skipped
     width: int
     backward: bool
     masked: bool
@@ -88,21 +88,19 @@ class Attention:
 
 @lru_cache(maxsize=4096)
 def product_efficiency(product: Product, multiprocessors: int, *, half: bool = True) -> float:
-    """The part of the speed of large products that this one reaches, at most 1.
+    """This product's part of large products' speed, at most 1.
 
-    `half`: in 16 bits.
-
-    A product that is larger by a whole factor in every direction is never less efficient, and one
-    that is larger in any direction never takes less time.
+    `half`: in 16 bits. A product scaled by a whole factor in every direction is never less
+    efficient, and one larger in any direction never takes less time.
     """
     batches, rows, columns, inner = product
     if not (multiprocessors and batches and rows and columns and inner):
         return 1.0
     rated = sum(1 / side for side in _TILES[0])
     least = min(
-        # The time of one multiprocessor, in multiplications.
+        # One multiprocessor's time, in multiplications.
         -(-batches * -(-rows // high) * -(-columns // wide) * parts // multiprocessors)
-        * (  # what a tile computes, and what it reads over what the first one does
+        * (  # a tile's compute, and its reads beyond the first one's
             (high + wide) / rated if half else high * wide
         )
         * (inner if parts == 1 else max(-(-inner // parts), _LEAST_PART))
@@ -113,7 +111,7 @@ def product_efficiency(product: Product, multiprocessors: int, *, half: bool = T
 
 
 def attention_efficiency(attention: Attention, rates: Rates) -> float:
-    """The part of the peak that fused attention in 16 bits reaches."""
+    """The part of the peak that fused attention reaches in 16 bits."""
     large = rates.attention_efficiency
     if attention.backward:
         large = rates.attention_backward_efficiency
@@ -140,7 +138,7 @@ class Work(NamedTuple):
     fused: bool = False
 
     def is_launched(self, rates: Rates) -> bool:
-        """Whether it is a kernel of its own: on an accelerator, another one does `fused` work."""
+        """Whether it is its own kernel: on an accelerator, `fused` work is part of another."""
         return not (self.fused and rates.multiprocessors)
 
     def seconds(self, rates: Rates) -> float:
@@ -156,9 +154,9 @@ class Work(NamedTuple):
                 efficiency = attention_efficiency(self.shape, rates)
         computing = self.flops / (peak * efficiency)
         moving = self.bytes / (rates.memory_bytes_per_s * rates.memory_efficiency)
-        if rates.multiprocessors:  # numbers that are read and written one at a time
+        if rates.multiprocessors:  # numbers read and written one at a time
             wide, narrow = (rates.float32_flops_per_s / (2 * lanes) for lanes in _LANES)
             fast = wide if wide > rates.multiprocessors * _LEAST_CLOCK else narrow
-            # These are cycles of all multiprocessors.
+            # In cycles of all multiprocessors.
             moving = max(moving, self.accesses / (fast * _ACCESSES_PER_CYCLE))
         return max(computing, moving) + rates.operator_s

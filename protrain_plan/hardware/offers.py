@@ -1,4 +1,4 @@
-"""Machine offers with their prices, among which `protrain hardware search` chooses.
+"""Machine offers with prices, for `protrain hardware search`.
 
     rtx-4090: 0.35
     h100-sxm: {price_per_hour: 2.5, num_devices: [1, 8, 16]}
@@ -9,10 +9,10 @@
       disk: {1TB: 0, 4TB: 0.01}
       link: {pcie-4: 0, pcie-5: 0.1}
 
-Keys are machines, as `load_hardware` takes them. A price is that of one device with its part of a
-node for an hour; whatever the currency, it is the same for all. Sizes and links are to choose from,
-with what each adds to the price: a size what the machine's file says it is (of the node, or of each
-device: see `Interconnect.below`), a link for each device. `num_devices` are counts to choose from.
+Keys are machines of `load_hardware`. A price is per hour for one device with its part of a node, in
+any common currency. Sizes and links are choices, each with its surcharge: a size as in the
+machine's file (of the node, or of each device: see `Interconnect.below`), a link for each device.
+`num_devices` are candidate counts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,10 +41,10 @@ MOST_NODES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOffer:
-    """A machine and a group of its devices, for so much an hour in all.
+    """A machine and a group of its devices, with a total price per hour.
 
-    `listed` is the machine as it stands in the list: `machine` differs from it in sizes and links,
-    which `chosen` describes. Neither has a price: estimates do not depend on it.
+    `listed` is the machine as in the list: `machine` may have other sizes and links, described by
+    `chosen`. Neither has a price: estimates do not depend on it.
     """
 
     listed: Hardware
@@ -62,7 +62,7 @@ class MachineOffer:
 
 
 class _Said(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An entry of the file that has keys."""
+    """An entry with keys in the file."""
 
     price_per_hour: Price | UnsetType = UNSET
     num_devices: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_LIST)] = ()
@@ -72,7 +72,7 @@ class _Said(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class _Option(NamedTuple):
-    """Something to choose, with what it adds to the price."""
+    """A choice and its surcharge."""
 
     words: str
     value: float
@@ -83,10 +83,7 @@ _NOTHING: Mapping[str, _Option] = {}
 
 
 def read_offers(path: Path) -> tuple[MachineOffer, ...]:
-    """The offers of a file; RecordError where it holds something else.
-
-    Also for a machine that is not there, and where a machine's devices are not joined.
-    """
+    """The offers of a file; RecordError if invalid, or a machine is missing or not joined."""
     top = parsed(read_text(path), str(path))
     found: list[MachineOffer] = []
     for name, entry in top.mapping().items():
@@ -99,7 +96,7 @@ def read_offers(path: Path) -> tuple[MachineOffer, ...]:
 
 
 def catalogue_offers() -> tuple[MachineOffer, ...]:
-    """The catalogue's machines that have a price; ProtrainError where none has."""
+    """The catalogue's priced machines; ProtrainError if there are none."""
     machines = [load_hardware(name) for name in hardware_names()]
     priced = [machine for machine in machines if machine.price_per_hour]
     if not priced:
@@ -128,7 +125,7 @@ def device_counts(machine: Hardware) -> tuple[int, ...]:
 
 
 def _offers(machine: Hardware, entry: Document) -> Iterator[MachineOffer]:
-    """All that an entry of the file offers; ProtrainError for devices that are not joined."""
+    """All offers of an entry; ProtrainError for devices without a network."""
     has_keys = isinstance(entry.data, dict)
     said = entry.read(_Said) if has_keys else _Said(price_per_hour=entry.read(Price))
     price = machine.price_per_hour if said.price_per_hour is UNSET else said.price_per_hour
@@ -149,7 +146,7 @@ def _offers(machine: Hardware, entry: Document) -> Iterator[MachineOffer]:
     where = entry.at("num_devices") if said.num_devices else entry
     for count in counts:
         for chosen in product(*options.values()):
-            with where.located():  # a group that cannot be
+            with where.located():  # an impossible group
                 found = offer(machine, count, price, dict(zip(options, chosen, strict=True)))
             yield found
 
@@ -157,11 +154,11 @@ def _offers(machine: Hardware, entry: Document) -> Iterator[MachineOffer]:
 def offer(
     machine: Hardware, count: int, price: float, chosen: Mapping[str, _Option] = _NOTHING
 ) -> MachineOffer:
-    """So many devices of a machine with what was chosen for it, and what that costs."""
+    """A number of devices of a machine with its choices, and the total price."""
     machine = replace(machine, price_per_hour=0.0)
     group = group_on(machine, count)
     joined = machine.interconnect
-    # What there is once for each device, and once for each node.
+    # Per device, and per node.
     by_key = {"link": count, "host_memory": group.num_nodes, "disk": group.num_nodes}
     if joined and joined.below == "of each device":
         by_key = dict.fromkeys(by_key, count)

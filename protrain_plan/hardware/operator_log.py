@@ -1,7 +1,4 @@
-"""Work of operators as they run: FLOPs and bytes.
-
-FLOPs count matrix products, convolutions and attention; other operators count bytes only.
-"""
+"""Work of operators as they run: bytes, and FLOPs of products, convolutions and attention."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -40,20 +37,20 @@ _COPIES = (aten._to_copy.default, aten.copy_.default, aten.clone.default)
 """Element-wise like those that PyTorch tags so."""
 
 _LONG_ROW = 2**16
-"""Bytes of a row from which on a softmax reads it again for each of its passes."""
+"""Least bytes of a row that softmax rereads in each pass."""
 
 
 class OperatorLog:
-    """The work of operators that run, between marks. The tensors may be fake."""
+    """The work of running operators, between marks. The tensors may be fake."""
 
     def __init__(self) -> None:
         self.slots: list[list[Work]] = []  # one per mark
-        # Dropout on a CPU draws a mask, divides it and multiplies by it. On an accelerator all of
-        # this is one kernel (fused_dropout_kernel, Dropout.cu).
+        # Dropout on a CPU draws a mask, divides it and multiplies by it; on an accelerator it is
+        # one kernel (fused_dropout_kernel, Dropout.cu).
         self._mask: Callable[[], Tensor | None] = lambda: None
 
     def mark(self) -> None:
-        """Begin the next list, to which belongs what runs from here on."""
+        """Begin the next list."""
         self.slots.append([])
 
     def seconds(self, rates: Rates) -> list[float]:
@@ -63,11 +60,11 @@ class OperatorLog:
     def note(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
     ) -> None:
-        """Write down a call of an operator; views and bookkeeping are none."""
+        """Record an operator's call, except views and bookkeeping."""
         free = func.is_view or func.namespace == "prim" or func._schema.name in _FREE
         if not self.slots or free:
             return
-        # FLOPs are two per multiplication and addition, 0 for what is no matrix product.
+        # FLOPs are two per multiplication and addition, 0 except for matrix products.
         flops, given = 0.0, tensors_in((args, kwargs))
         packs = func._schema.name in (PACKED_PRODUCT, INT8_PRODUCT)
         arguments = named(func, args, kwargs) if packs or func in _READ else {}
@@ -75,7 +72,7 @@ class OperatorLog:
             flops = own(arguments)
         elif counted := flop_registry.get(func._overloadpacket):
             flops = float(counted(*args, **kwargs, out_val=result))
-        # Each operand is read or written once; of a table, the rows that are looked up.
+        # Each operand is read or written once; of a table, only the looked-up rows.
         moved = sum(_bytes(tensor) for tensor in tensors_in(result))
         if func in _LOOKUPS:
             moved = 2 * moved + sum(_bytes(tensor) for tensor in given[1:])
@@ -92,7 +89,7 @@ class OperatorLog:
             shape = Product(1, rows.numel() // max(1, inner), columns, inner)
             flops = 2.0 * rows.numel() * columns
             if func._schema.name == PACKED_PRODUCT:
-                # Packed bytes are read and numbers written, and then there is a product of these.
+                # Packed bytes are read and numbers written, then multiplied.
                 weight = math.prod(sizes) * rows.itemsize
                 packed = sum(_bytes(tensor) for tensor in given) - _bytes(rows)
                 self.slots[-1].append(Work(0.0, packed + weight, half))
@@ -111,11 +108,11 @@ class OperatorLog:
 
 
 _WRITES_ONLY = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)
-"""They take one probability a row at most, and write all gradients."""
+"""At most one probability per row is read, and all gradients written."""
 
 
 def _long_rows(given: list[Tensor], passes: int) -> int:
-    """Bytes of `passes` more passes over the first tensor, where its rows are long."""
+    """Bytes of `passes` more passes over the first tensor, if its rows are long."""
     long = given[0].shape[-1] * given[0].itemsize > _LONG_ROW
     return passes * _bytes(given[0]) if long else 0
 
@@ -126,20 +123,20 @@ _READS_AGAIN: dict[Any, Callable[[list[Tensor]], int]] = {
     aten._log_softmax_backward_data.default: partial(_long_rows, passes=1),  # sum, result
     aten._softmax_backward_data.default: partial(_long_rows, passes=1),
     aten.native_layer_norm.default: lambda given: _bytes(given[0]),  # moments, result
-    # What the gradients of weight and bias read is read by a kernel of its own.
+    # A kernel of its own reads the inputs of the gradients of weight and bias.
     aten.native_layer_norm_backward.default: lambda given: _bytes(given[0]) + _bytes(given[1]),
 }
-"""Bytes that kernels read once more (SoftMax.cu, layer_norm_kernel.cu of PyTorch)."""
+"""Bytes that kernels reread (SoftMax.cu, layer_norm_kernel.cu of PyTorch)."""
 
 
 def _accesses(func: Any, given: list[Tensor], result: object) -> int:
-    """Numbers that an element-wise operator reads and writes one at a time: all or none."""
+    """Numbers that an element-wise operator reads and writes singly: all or none."""
     if torch.Tag.pointwise not in func.tags and func not in _COPIES:
         return 0
     if not isinstance(result, Tensor):
         return 0
     operands = [tensor for tensor in given if tensor.dim()]
-    # Casts of float32 to 16 bits are vectors, too (bfloat16_copy_kernel_cuda, Copy.cu).
+    # Casts of float32 to 16 bits are vectorized, too (bfloat16_copy_kernel_cuda, Copy.cu).
     cast = torch.float32 if func in _COPIES and result.dtype in HALF else result.dtype
     together = all(
         tensor.dtype in (result.dtype, cast)
@@ -166,10 +163,7 @@ Arguments = Mapping[str, Any]
 
 
 def _attention_flops(arguments: Arguments, *, products: int, skips: bool = True) -> float:
-    """Per product 2 B H Sq Sk D; half of the scores where the kernel skips the future.
-
-    Without `skips` all scores count.
-    """
+    """Per product 2 B H Sq Sk D; half of the scores if the kernel `skips` the future."""
     batch, heads, length, width = arguments["query"].shape
     flops: float = 2.0 * products * batch * heads * length * arguments["key"].shape[2] * width
     return flops / 2 if skips and arguments["is_causal"] else flops
@@ -209,11 +203,11 @@ _SHAPES: dict[Any, Callable[[Arguments], Product | Attention]] = {
 
 _FLOPS: dict[Any, Callable[[Arguments], float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: partial(_attention_flops, products=2),
-    # Scores are computed again, then four gradients.
+    # Scores are recomputed, then four gradients.
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: partial(
         _attention_flops, products=5
     ),
-    # Every row meets the weights of one group.
+    # Every row meets one group's weights.
     aten._grouped_mm.default: lambda of: 2.0 * of["self"].numel() * of["mat2"].shape[-1],
 }
 """FLOPs that `torch.utils.flop_counter` lacks."""
@@ -226,7 +220,7 @@ _MODEL_FLOPS: dict[Any, Callable[[Arguments], float]] = {
         _attention_flops, products=4, skips=False
     ),
 }
-"""FLOPs that model FLOPs utilisation counts otherwise: all scores, none of them twice."""
+"""FLOPs for model FLOPs utilisation, if different: all scores, each once."""
 
 _READ = {*_SHAPES, *_FLOPS, *_MODEL_FLOPS}
-"""Operators whose arguments are looked at."""
+"""Operators whose arguments are read."""

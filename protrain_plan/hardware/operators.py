@@ -35,13 +35,13 @@ from protrain_runtime.contract.records.hardware import Device, DeviceKind, is_ac
 aten = torch.ops.aten
 PACKED_PRODUCT = "bitsandbytes::gemm_4bit"
 INT8_PRODUCT = "bitsandbytes::int8_scaled_mm"
-"""By their names: operators are there once bitsandbytes is imported."""
+"""By name: operators exist once bitsandbytes is imported."""
 HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCall:
-    """One operator as it was called, and what it returned."""
+    """One operator's call and result."""
 
     func: Any
     args: tuple[Any, ...]
@@ -77,17 +77,17 @@ Workspace = Callable[[OperatorCall], int]
 
 
 def contiguous(*tensors: Tensor) -> int:
-    """Bytes of copies of tensors that do not lie in a row."""
+    """Bytes of contiguous copies of the tensors that need one."""
     return sum(t.numel() * t.itemsize for t in tensors if not t.is_contiguous())
 
 
 _KERNEL_BYTES = 2**15
-"""Per thread, for what is small and fixed: paddings, pointers, lines of sums."""
+"""Per thread, for small fixed parts: paddings, pointers, lines of sums."""
 
 # --- products -------------------------------------------------------------------------------------
 
 _UNIT = 64
-"""Blocks are padded to so many elements at most: a cache line of them, or four of AMX's tiles."""
+"""Most elements of a block's padding: a cache line of them, or four of AMX's tiles."""
 
 _BLOCK_BYTES = 2 * 256 * (1024 + 32) + 2 * 64 * 1024 + 4 * 256 * 16 * 128
 """Per thread, of a product: blocks of both operands and of float32 sums. oneDNN cuts at most 256
@@ -101,16 +101,16 @@ the left operand is transposed and there are more threads than blocks of columns
 
 
 def packed_bytes(rows: int, inner: int, columns: int) -> int:
-    """Bytes of one thread for a product of 16 bits: operands and float32 result, or blocks."""
+    """Bytes of one thread for a 16-bit product: operands and float32 result, or blocks."""
     rows, inner, columns = (in_blocks(size, _UNIT) for size in (rows, inner, columns))
     whole = 2 * (rows * inner + inner * columns) + 4 * rows * columns
     return min(whole, _BLOCK_BYTES) + _KERNEL_BYTES
 
 
 def half_product(call: OperatorCall) -> int:
-    """Every thread packs for itself, or a float32 result is there as a whole.
+    """Each thread packs for itself; or a whole float32 result, without 16-bit instructions.
 
-    The latter without instructions for 16 bits. Operands of float32 are read as they lie.
+    Operands of float32 are read in place.
     """
     operands = [t for t in call.inputs if t.dim() > 1 and t.dtype in HALF]
     if not operands:
@@ -129,31 +129,31 @@ def half_product(call: OperatorCall) -> int:
 # --- convolutions ---------------------------------------------------------------------------------
 
 _CHANNELS = 16
-"""oneDNN lays channels out in blocks of so many with AVX-512; of 8 with AVX2."""
+"""oneDNN's block of channels with AVX-512; 8 with AVX2."""
 _PACKED = 64
-"""Kernels may read weights with one side in four such blocks."""
+"""Kernels may read weights with one side in four blocks."""
 
 
 def convolution(call: OperatorCall) -> int:
     """The larger of two kinds of kernels.
 
-    oneDNN's lay operands and result out anew, with float32 sums for 16 bits, or make one matrix of
-    patches per thread (gemm_convolution_utils.cpp, im2col_sz). PyTorch's own, which it takes for
-    single images, transposed ones, and 16 bits without AVX-512, makes those of all images
+    oneDNN's reorder operands and result, with float32 sums for 16 bits, or make one matrix of
+    patches per thread (gemm_convolution_utils.cpp, im2col_sz). PyTorch's own, used for single
+    images, transposed ones, and 16 bits without AVX-512, makes those of all images
     (ConvolutionMM2d.cpp, finput).
 
-    In backward the kinds are the same: gradients are laid out as their tensors are, operands of 16
-    bits twice. Every thread has float32 sums of the weight's gradient (gemm_convolution_utils.cpp,
-    key_conv_wei_reduction), which are added up to another one.
+    In backward the kinds are the same: gradients are laid out as their tensors, operands of 16 bits
+    twice. Every thread has float32 sums of the weight's gradient (gemm_convolution_utils.cpp,
+    key_conv_wei_reduction), which are added to another one.
     """
     backward = call.func is aten.convolution_backward.default
     given, weight = call["input"], call["weight"]
     transposed, groups = call["transposed"], call["groups"]
     result = call["grad_output"] if backward else call.outputs[0]
     item, half = int(given.itemsize), int(given.dtype in HALF)
-    # How many elements there are, in whole blocks of channels in every group. Patches are those of
-    # one image and one group, as a matrix that is multiplied by the weights; weights that are
-    # packed have larger blocks on one side, as products read them.
+    # Elements, in whole blocks of channels per group. Patches are one image's and one group's, as a
+    # matrix to multiply by the weights; packed weights have larger blocks on one side, as in
+    # products.
     inside, outside = given.shape[1] // groups, result.shape[1] // groups
     kernel = math.prod(weight.shape[2:])
     blocks_in, blocks_out = in_blocks(inside, _CHANNELS), in_blocks(outside, _CHANNELS)
@@ -170,13 +170,13 @@ def convolution(call: OperatorCall) -> int:
         plain *= 2
         library += item * ((1 + half) * 2 * (num_given + num_result) + packed_weight)
         blocks = 4 * (1 + half + call.num_threads) + half * item
-        matrices = 4 * item * (half + call.num_threads)  # booked as so many floats as it has bytes
+        matrices = 4 * item * (half + call.num_threads)  # allocated as that many floats as bytes
         library += max(blocks, matrices) * num_weight
     else:
         plain += num_result
         library += item * (num_given + packed_weight + num_result)
         library += 4 * half * (num_result + num_weight)
-    # Whether any x86 processor leaves it to oneDNN (Convolution.cpp, use_mkldnn).
+    # Whether any x86 processor uses oneDNN (Convolution.cpp, use_mkldnn).
     images = given.dim() == 4 and given.shape[0] > 1
     if images and given.dtype == torch.float32 and not transposed:
         return library
@@ -187,11 +187,11 @@ def convolution(call: OperatorCall) -> int:
 
 
 def packed_product(call: OperatorCall) -> int:
-    """The weight as numbers, from float32 scales, which are there twice as they are made.
+    """The dequantized weight, from float32 scales, which exist twice while made.
 
-    On CUDA fused kernels, which need neither, are taken for few rows (bitsandbytes 0.50,
-    backends/cuda/ops.py, `_gemm_4bit_use_custom_fn`): a bound. The product itself packs operands of
-    16 bits on a CPU.
+    On CUDA fused kernels, which need neither, are used for few rows (bitsandbytes 0.50,
+    backends/cuda/ops.py, `_gemm_4bit_use_custom_fn`): a bound. The product itself packs 16-bit
+    operands on a CPU.
     """
     count = math.prod(call["shapeB"])
     scales = 4 * -(-count // call["blocksize"])
@@ -210,9 +210,9 @@ def _cpu_packed_product(call: OperatorCall) -> int:
 def int8_product(call: OperatorCall) -> int:
     """Product of int8 [rows, inner] and [columns, inner]: sums of int32, then of float16.
 
-    The latter are the result where that is float16 (bitsandbytes 0.50, backends/cuda/ops.py,
-    `int8_mm_dequant`). An inner size that is no multiple of 4 is multiplied in float32, as one is
-    for which the library has no kernel.
+    The latter are the result if float16 (bitsandbytes 0.50, backends/cuda/ops.py,
+    `int8_mm_dequant`). Inner sizes other than multiples of 4, or without a kernel, are multiplied
+    in float32.
     """
     given, weight = call["A"], call["B"]
     each = in_blocks(call.outputs[0].numel(), BLOCK_BYTES)
@@ -226,7 +226,7 @@ def int8_product(call: OperatorCall) -> int:
 
 
 def _elementwise(call: OperatorCall) -> int:
-    """Operands of another dtype are cast as a whole; a number becomes a tensor, and is cast."""
+    """Operands of another dtype are cast whole; a number becomes a tensor, and is cast."""
     tensors = [tensor for tensor in call.inputs if tensor.dim() > 0]
     if not tensors:
         return 0
@@ -236,14 +236,14 @@ def _elementwise(call: OperatorCall) -> int:
         cast.append(call.outputs[0])
     size = sum(tensor.numel() for tensor in cast) * common.itemsize
     number = call.arguments.get("other")
-    if isinstance(number, int | float):  # of eight bytes, and once more in the common dtype
+    if isinstance(number, int | float):  # eight bytes, and again in the common dtype
         own = torch.float64 if isinstance(number, float) else torch.int64
         size += own.itemsize + (0 if common == own else common.itemsize)
     return size
 
 
 def _condition(call: OperatorCall) -> int:
-    """`where`: the two values are cast to their common dtype; a number becomes one element."""
+    """`where`: both values are cast to their common dtype; a number becomes one element."""
     values = [call[name] for name in ("self", "other") if isinstance(call[name], Tensor)]
     common = call.outputs[0].dtype
     casts: int = sum(value.numel() * common.itemsize for value in values if value.dtype != common)
@@ -251,7 +251,7 @@ def _condition(call: OperatorCall) -> int:
 
 
 def _mean(call: OperatorCall) -> int:
-    """The sum is divided by a number; 16-bit values are summed up in float32, cast as a whole."""
+    """The sum is divided by a number; 16-bit values are summed in float32, cast whole."""
     given, mean = call.given, call.outputs[0]
     if given.dtype in HALF:
         return int(4 * (given.numel() + mean.numel()) + 8)
@@ -282,7 +282,7 @@ def _transposed_copy(call: OperatorCall) -> int:
 
 
 def _safe_softmax(call: OperatorCall) -> int:
-    """Masks of the values and the rows, and a zero, where all is masked; or a copy of the input."""
+    """Masks of values and rows, and a zero, for fully masked rows; or a copy of the input."""
     given, result = call.given, call.outputs[0]
     rows = result.numel() // max(1, result.shape[call["dim"]])
     copied = given.dtype != result.dtype or not given.is_contiguous()
@@ -291,7 +291,7 @@ def _safe_softmax(call: OperatorCall) -> int:
 
 
 def _masked_index(call: OperatorCall) -> int:
-    """A mask becomes the places where it is true: a whole number per dimension."""
+    """A mask becomes indices of its true elements: a whole number per dimension."""
     masks = [t for t in call["indices"] if t is not None and t.dtype == torch.bool]
     if len(masks) != 1:
         return 0
@@ -304,7 +304,7 @@ INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._index_put_i
 
 
 def _fourier(call: OperatorCall) -> int:
-    """MKL transforms the last dimensions; others are brought there by a copy of the input.
+    """MKL transforms the last dimensions; others are moved there by a copy of the input.
 
     Back to real numbers, all dimensions but one are transformed into another copy.
     """
@@ -317,7 +317,7 @@ def _fourier(call: OperatorCall) -> int:
 
 
 def _attention_blocks(query: Tensor, key: Tensor) -> tuple[int, int, int]:
-    """Blocks of CPU flash attention: rows of q and of k at a time, and the head's width."""
+    """Blocks of CPU flash attention: rows of q and of k, and the head's width."""
     length = int(query.shape[2])
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return min(rows, length), min(512, int(key.shape[2])), int(query.shape[3])
@@ -327,9 +327,9 @@ def _attention(call: OperatorCall) -> int:
     """Per thread a block of scores, its maxima and sums, a block of output; scores in 16 bits.
 
     A bound in 16 bits, which a processor may pack or not; exact in float32. Packed are keys and
-    values as AMX's tiles want them, in pairs of rows, and a block of keys per thread, as
-    FlashAttentionKernel.cpp has them (`need_pack`): an Intel Xeon with AMX took so much to the
-    byte. It leaves short sequences as they are, and those of few rows per thread.
+    values for AMX's tiles, in pairs of rows, and a block of keys per thread, as in
+    FlashAttentionKernel.cpp (`need_pack`): equal to the byte on an Intel Xeon with AMX. Short
+    sequences, and few rows per thread, stay unpacked.
     """
     query, key = call["query"], call["key"]
     rows, columns, width = _attention_blocks(query, key)
@@ -395,7 +395,7 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.native_layer_norm_backward.default: lambda call: (
         2 * call.num_threads * math.prod(call["normalized_shape"]) * call["input"].itemsize
     ),
-    # Indices of several dimensions are flattened: a copy where they are a part of others.
+    # Multi-dimensional indices are flattened: copied if part of others.
     aten.embedding.default: lambda call: contiguous(call["indices"]),
     aten.embedding_dense_backward.default: lambda call: contiguous(
         call["grad_output"], call["indices"]
@@ -410,7 +410,7 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
             if t is not None and t.dtype == torch.bool
         ),
     ),
-    # The mask as whole numbers, and their running sum.
+    # The mask as integers, and their running sum.
     aten.masked_select.default: lambda call: 16 * call.given.numel(),
     aten.masked_scatter_backward.default: lambda call: 16 * call.given.numel(),
     # A bound: four values per channel. In backward, the normalised values.
@@ -421,7 +421,7 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
     aten.scatter_add.default: lambda call: 4 * call.given.numel() * (call.given.dtype in HALF),
     # Indices of one row.
     aten.sort.default: lambda call: 8 * call.given.shape[call["dim"]] if call.given.dim() else 0,
-    # The edges of the bins, and counts of each thread.
+    # The bins' edges, and each thread's counts.
     aten.histc.default: lambda call: (
         ((1 + call.num_threads) * call["bins"] + 1) * call.given.itemsize
     ),
@@ -441,7 +441,7 @@ CPU_WORKSPACES: dict[Any, Workspace] = {
 
 
 _SCRATCH_BYTES = 2**20
-"""A bound on what CUDA's reductions and scans take for partial results."""
+"""A bound on partial results of CUDA's reductions and scans."""
 
 
 def _cuda_attention_backward(call: OperatorCall) -> int:
@@ -490,7 +490,7 @@ CUDA_WORKSPACES: dict[Any, Workspace] = {
         ),
         lambda _: _SCRATCH_BYTES,
     ),
-    # Seed and offset of the dropout, which the kernel returns besides, in a block each.
+    # Dropout's seed and offset, further results of the kernel, in a block each.
     aten._scaled_dot_product_flash_attention_for_cpu.default: lambda _: 2 * BLOCK_BYTES,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _cuda_attention_backward,
     aten.embedding_dense_backward.default: _cuda_embedding_backward,
@@ -500,7 +500,7 @@ CUDA_WORKSPACES: dict[Any, Workspace] = {
     ),
     aten.sort.default: _cuda_sort,
     **dict.fromkeys(INDEX_PUTS, _cuda_sort),
-    # A bound: operands that the library cannot read as they lie are copied.
+    # A bound: operands that the library cannot read in place are copied.
     aten.bmm.default: lambda call: contiguous(*call.inputs),
     PACKED_PRODUCT: packed_product,
     INT8_PRODUCT: int8_product,
@@ -516,7 +516,7 @@ def _cuda_attention(*args: Any, **kwargs: Any) -> Tensor:
     """
     given = named(scaled_dot_product_attention, args, kwargs)
     kind = given["query"].device.type
-    cast = torch.is_autocast_enabled(kind)  # which casts inside of the attention
+    cast = torch.is_autocast_enabled(kind)  # casts inside the attention
     dtype = torch.get_autocast_dtype(kind) if cast else given["query"].dtype
     if given["enable_gqa"] and dtype == torch.float32:
         with sdpa_kernel(SDPBackend.MATH):
@@ -529,11 +529,11 @@ def _cuda_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
-    """A type of devices, as far as estimates have to know it.
+    """A type of devices, for estimates.
 
-    workspaces      what operators take besides operands and results while they run, at most
-    attention       replaces `scaled_dot_product_attention`, where the kernels there keep other
-                    tensors than a CPU's
+    workspaces      upper bounds of operators' bytes beyond operands and results while they run
+    attention       replaces `scaled_dot_product_attention` if its kernels keep other tensors than a
+                    CPU's
     """
 
     workspaces: Mapping[Any, Workspace]
@@ -545,14 +545,11 @@ DEVICE_TYPES: dict[DeviceKind, DeviceType] = {
     "cpu": DeviceType(workspaces=CPU_WORKSPACES),
     "cuda": _CUDA,
 }
-"""By the name of the type; models can be estimated for these. ROCm's devices are called cuda."""
+"""By type name; models can be estimated for these. ROCm's devices are called cuda."""
 
 
 def device_type(kind: DeviceKind) -> DeviceType:
-    """The entry of a type of devices; of an accelerator without one, CUDA's.
-
-    That is good enough to sketch a model which will be measured. Estimates are refused.
-    """
+    """A device type's entry; CUDA's for unknown accelerators: enough to sketch, not to estimate."""
     return DEVICE_TYPES.get(kind, _CUDA)
 
 
@@ -592,10 +589,7 @@ class Allocator:
 
 
 def is_this_machine(device: Device) -> bool:
-    """Return whether this is the processor at hand, with the threads that PyTorch has here.
-
-    A processor is known by its name alone, as the system tells it.
-    """
+    """Whether this is the present processor, by name, with PyTorch's present threads."""
     here = (processor_name(), torch.get_num_threads())
     return not is_accelerator(device.kind) and (device.name, device.num_threads) == here
 

@@ -1,8 +1,7 @@
 """`probe`: this machine as a `Hardware` record, measured in a few seconds.
 
-Under a launcher such as torchrun, `probe_with_ranks` measures what joins the devices too. Every
-rank runs the same collectives in the same order, by counts and never until a time is over: no rank
-may call one that another does not. The figures are rank 0's.
+Under a launcher such as torchrun, `probe_with_ranks` also measures the network. Every rank runs the
+same collectives in the same order, by counts and never by time. The figures are rank 0's.
 """
 
 import contextlib
@@ -67,7 +66,7 @@ _BUFFER_BYTES = 2**20
 """Bytes that models on a CPU move at a time: tensors of up to a few MiB, too small for the huge
 pages that larger buffers ask for, which are read more than twice as fast (docs/decisions.md)."""
 _CHUNK_BYTES = 16 * _BUFFER_BYTES
-"""Bytes that are moved at a time past the page cache: a group of a chunk, in several requests."""
+"""Bytes per transfer past the page cache: a group of a chunk, in several requests."""
 _FILE_BYTES = 128 * _BUFFER_BYTES  # per direction
 _ROUNDS = 3
 
@@ -76,7 +75,7 @@ Progress = Callable[[str, float], None]
 
 
 class Watch(NamedTuple):
-    """Limits of writing a disk before it is measured: the first that is reached."""
+    """Limits of writing a disk before it is measured: the first one reached ends it."""
 
     seconds: float = 2.0
     num_bytes: int = 2 * 2**30
@@ -95,18 +94,17 @@ def probe(
     watch: Watch = BRIEF,
     progress: Progress = lambda *_: None,
 ) -> Hardware:
-    """Measure this machine; about 15 s on two cores, 256 MiB of files that are gone afterwards.
+    """Measure this machine; about 15 s on two cores, 256 MiB of temporary files.
 
-    The disk is written for as long as `watch` says before it is measured. The device's context is
-    what this process holds in the end, which is less exact than what the profiler measures in a
-    model's own steps. `dtype` is that of the updates whose speed and contention with compute are
-    measured.
+    The disk is written as `watch` says before it is measured. The device's context is this
+    process's memory at the end, less exact than the profiler's measurement in a model's steps.
+    `dtype` is that of the measured updates.
 
-    ProtrainError where there is no such device, it lacks what plans need, or `spill_directory`
-    cannot be written.
+    ProtrainError if there is no such device, it lacks what plans need, or `spill_directory` is not
+    writable.
     """
     where = devices.found(str(device))
-    # In a function of its own: what this process holds in the end is without its buffers.
+    # A separate function: this process's memory at the end excludes its buffers.
     with devices.current(where):
         tiers, (read, write, update), overheads, said = _below(
             where, spill_directory, dtype, watch, progress
@@ -138,10 +136,10 @@ def probe(
 def _below(
     device: torch.device, directory: Path, dtype: DType, watch: "Watch", progress: Progress
 ) -> tuple[tuple[Tier, ...], list[Contention], Overheads, list[str]]:
-    """The tiers below a device; what reads, writes and updates share with compute; overheads.
+    """The tiers below a device; contention of reads, writes and updates with compute; overheads.
 
-    Those of transfers are 0 where the hardware moves by itself while the host prepares what is
-    next. Last, what there is to say about how the disk was measured.
+    Those of transfers are 0 if the hardware moves by itself while the host prepares the next. Last,
+    notes on the disk's measurement.
     """
     compute = small_compute(device)
     with _files(directory, device) as (reads, writes):
@@ -164,7 +162,7 @@ def _below(
                 kept.append(contention(compute, update, num_rounds=1, num_threads=team.inside))
             progress("measuring the runtime's overhead", 0.75)
             overheads = measure_overheads(directory, device=device)
-            # What transfers cost is in the link's latency.
+            # The link's latency includes transfers' costs.
             return (host, disk), kept, replace(overheads, transfer_s=0.0), said
         progress("measuring the runtime's overhead", 0.25)
         overheads = measure_overheads(directory)
@@ -201,7 +199,7 @@ def _files(
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the bytes of this process, which has no tensors; 0 if unknown."""
+    """The bytes of this process, without tensors; 0 if unknown."""
     if not devices.on_host(device):
         return devices.context_bytes(device)
     with contextlib.suppress(OSError):
@@ -210,11 +208,11 @@ def held_bytes(device: torch.device) -> int:
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine, or what its control group (a container's limit) leaves of it."""
+    """Memory of this machine, or the rest within its control group (a container's limit)."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit_file in (
         Path("/sys/fs/cgroup/memory.max"),  # version 2
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1: huge where unlimited
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1: huge if unlimited
     ):
         try:
             limit = limit_file.read_text(encoding="ascii").strip()
@@ -227,7 +225,7 @@ def host_memory_bytes() -> int:
 
 @cache
 def processor_name() -> str:
-    """The processor's name as the system tells it; its kind where it tells none (Arm: aarch64)."""
+    """The processor's name from the system, or its kind (Arm: aarch64)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(":")
@@ -240,12 +238,12 @@ def processor_name() -> str:
 
 
 class ProbedFile:
-    """A spill file of the runtime's, and memory of the same size to write it from.
+    """The runtime's spill file, and memory of the same size to write it from.
 
-    Memory for the whole file, because one buffer used again and again would stay in the cache. On a
-    CPU machine what is read goes to fresh memory, as in a run: touching that for the first time is
-    part of a read. On others it goes to memory that stays, as their staging does. Past the page
-    cache bytes move as chunks do, many requests at a time; `cached` ones by small tensors.
+    Memory for the whole file, because a single reused buffer would stay in the cache. On a CPU
+    machine reads go to fresh memory, as in a run: first touches are part of a read. Elsewhere they
+    go to lasting memory, like staging. Past the page cache bytes move as chunks, many requests at a
+    time; `cached` ones by small tensors.
     """
 
     def __init__(self, directory: Path, device: torch.device, *, cached: bool = False) -> None:
@@ -265,16 +263,16 @@ class ProbedFile:
         self.num_bytes = num_buffers * self._size
         self._source = torch.ones(self.num_bytes, dtype=torch.uint8)
         self._start = self._store.reserve(self.num_bytes)
-        self.write()  # allocates the blocks: what a run does once, in its first step
+        self.write()  # allocates the blocks, as a run's first step does
 
     def read(self) -> None:
         """Read the whole file, buffer by buffer."""
         for at in range(0, self.num_bytes, self._size):
             target = self._source[at : at + self._size]
             if devices.on_host(self._device):
-                # The system's own pages: the C library may have some that were touched before.
+                # The system's own pages: the C library's may have been touched before.
                 target = torch.frombuffer(mmap.mmap(-1, self._size + PAGE_BYTES), dtype=torch.uint8)
-                # Where large tensors begin, which whole blocks of the file go to directly.
+                # The start of large tensors, where whole blocks of the file are read directly.
                 begin = (self._start + at) % PAGE_BYTES
                 target = target[begin : begin + self._size]
             self._store.read(self._start + at, target)
@@ -285,7 +283,7 @@ class ProbedFile:
             self._store.write(self._start + at, self._source[at : at + self._size])
 
     def read_little(self, target: torch.Tensor) -> None:
-        """Read as much as `target` holds: what a read costs apart from its bytes."""
+        """Fill `target`: a read's cost apart from its bytes."""
         self._store.read(self._start, target)
 
     def close(self) -> None:
@@ -294,7 +292,7 @@ class ProbedFile:
 
 
 def observed(writes: ProbedFile, watch: Watch) -> Observed:
-    """Write until the watch is over, so that what is measured next is no disk's first burst."""
+    """Write until the watch is over: the following measurement is not the disk's first burst."""
     seconds: list[float] = []
     start = time.perf_counter()
     while not seconds or (
@@ -320,8 +318,8 @@ def observed(writes: ProbedFile, watch: Watch) -> Observed:
 def _disk_link(reads: ProbedFile, writes: ProbedFile) -> Link:
     """The directory's speed as the runtime sees it, in a lane's thread, and both ways at once.
 
-    Past the page cache these are the disk's own; through it they hold while the data fits in
-    otherwise free memory. Reads and writes use files of their own, so that both can run.
+    Past the page cache it is the disk's own; through it, it holds while the data fits in free
+    memory. Reads and writes use separate files, so that both can run.
     """
     read_rates, write_rates, kept = [], [], []  # whole files per second
     for _ in range(_ROUNDS):
@@ -348,7 +346,7 @@ Call = Callable[[], None]
 
 
 class Rank(NamedTuple):
-    """This process among those that a launcher started."""
+    """This process's rank under a launcher."""
 
     number: int
     of: int
@@ -356,7 +354,7 @@ class Rank(NamedTuple):
 
     @staticmethod
     def launched() -> "Rank | None":
-        """Return this process's rank; None where it was started by itself."""
+        """This process's rank; None without a launcher."""
         of = int(os.environ.get("WORLD_SIZE", "1"))
         if of == 1:
             return None
@@ -372,17 +370,14 @@ def probe_with_ranks(
     watch: Watch = BRIEF,
     progress: Progress = lambda *_: None,
 ) -> Hardware | None:
-    """`probe` on rank 0 while the others wait for it, then what joins them; None on the others.
-
-    Takes about 20 s on two cores. A rank takes the accelerator of its number in its node.
-    """
+    """`probe` on rank 0, then the network; None on other ranks. Takes about 20 s on two cores."""
     where = devices.found(str(device))
     if not devices.on_host(where):
         where = torch.device(where.type, rank.number % rank.in_node)
         torch.accelerator.set_device_index(where.index)  # collectives ask which is the thread's
     found = None
     if rank.number == 0:
-        # Before the ranks meet: the probe's steps are planned for one device, and are asked for it.
+        # Before the ranks meet: the probe's steps are planned for one device.
         found = probe(
             where, spill_directory=spill_directory, name=name, watch=watch, progress=progress
         )
@@ -394,7 +389,7 @@ def probe_with_ranks(
         _Group(where, everyone, rank.of, num_bytes=4 * rank.of)
         library_bytes = max(0, held_bytes(where) - before)
         progress("measuring the links between ranks", 0.9)
-        # What all ranks hold together: a decoder block of a small model, and of a large one.
+        # All ranks' data: a decoder block of a small model, and of a large one.
         num_bytes = 2**25 if devices.on_host(where) else 2**28
         group = _Group(where, everyone, rank.of, num_bytes=num_bytes)
         within, across = group.speeds(), None
@@ -404,7 +399,7 @@ def probe_with_ranks(
                 node, _ = distributed.new_subgroups(rank.in_node)
                 within = _Group(where, node, rank.in_node, num_bytes=num_bytes).speeds()
         beside = _contention(group.gather, small_compute(where))
-        # What a rank reads of the tier below: a file's bytes on a CPU, else pinned host memory.
+        # A rank's reads from the tier below: a file's bytes on a CPU, else pinned host memory.
         if devices.on_host(where):
             with contextlib.closing(ProbedFile(spill_directory, where)) as file:
                 shared = _contention(group.gather, file.read)
@@ -431,7 +426,7 @@ def probe_with_ranks(
 
 
 class _Group:
-    """Ranks that gather and reduce together, as the runtime's do, in one buffer."""
+    """Ranks that gather and reduce together in one buffer, as in the runtime."""
 
     def __init__(
         self, device: torch.device, group: distributed.ProcessGroup, size: int, *, num_bytes: int
@@ -443,7 +438,7 @@ class _Group:
         self.reduce()
 
     def gather(self, each: int | None = None) -> None:
-        """One all-gather, of so many elements of each shard; returns when this rank has them."""
+        """All-gather, of `each` elements per shard; returns when this rank has them."""
         whole = self.whole if each is None else self.whole[: self.size * each]
         gather_shards(whole, whole.chunk(self.size)[self.rank], self.group)
         self._wait()
@@ -458,14 +453,14 @@ class _Group:
             devices.current_stream(self.device).synchronize()
 
     def speeds(self) -> Collectives:
-        """Bytes per second that this rank gets from the others, and the seconds of a hop."""
+        """Bytes per second from the other ranks, and seconds of a hop."""
 
         def median(collective: Call, calls: int) -> float:
             seconds = timeit.repeat(collective, gc.enable, repeat=_ROUNDS, number=calls)
             return statistics.median(seconds) / calls
 
         others = self.whole.nbytes * (self.size - 1) / self.size
-        # Of next to nothing: what it takes apart from its bytes.
+        # Almost no data: the cost apart from bytes.
         little = in_worker(lambda: median(lambda: self.gather(1), _SMALL_CALLS))
         gathered = in_worker(lambda: median(self.gather, _CALLS))
         reduced = in_worker(lambda: median(self.reduce, _CALLS))
@@ -477,7 +472,7 @@ class _Group:
 
 
 def _contention(collective: Call, other: Call) -> Contention:
-    """Measure what `other`, in this thread, and a collective in a lane's leave each other."""
+    """Contention between `other`, on this thread, and a collective in a lane's."""
     ended, num_threads = threading.Event(), torch.get_num_threads()
     seconds = partial(timeit.timeit, collective, gc.enable, number=_CALLS)
 

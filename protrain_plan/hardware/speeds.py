@@ -1,8 +1,8 @@
-"""How fast this machine is: its compute, its optimizer, the runtime, lanes next to compute.
+"""This machine's speeds: compute, optimizer, runtime, lanes beside compute.
 
-On a CPU machine lanes are worker threads on the processors that also compute. Their waiting
-threads must not spin: OMP_WAIT_POLICY=passive, which the command line sets before torch is
-imported, is worth a factor of up to 15 here.
+On a CPU machine lanes are worker threads on the computing processors. Waiting threads must not
+spin: OMP_WAIT_POLICY=passive, which the command line sets before torch is imported, is worth a
+factor of up to 15 here.
 """
 
 import gc
@@ -65,7 +65,7 @@ _TOKENS, _COMPUTE_WIDTH = 256, 768  # a small model's: a few ms on two cores, so
 
 
 class Stepped(NamedTuple):
-    """Parameters that are stepped on: their dtype and precision, and the optimizer."""
+    """Updated parameters: dtype and precision, and the optimizer."""
 
     dtype: DType
     optimizer: str = DEFAULT_OPTIMIZER
@@ -85,16 +85,16 @@ def update_speeds(
 ) -> tuple[float, float]:
     """Parameters per second that one step updates: (in the update lane, on the device).
 
-    The lane's is `host_update_speed`; the device updates tensors of a model's `shapes`, by the
-    calling thread with the threads it has or on the accelerator: many small ones take longer than
-    few large ones. What cannot be updated in pieces is never in the lane: the device's then. Both
-    with the master weights of the precision, from the median of short steps,
-    first ones excluded. Of an accelerator's, a step on one number is taken off: it is what the host
-    needs to launch a step and to see its end, as long as one on 60 M parameters on an H200.
+    The lane's is `host_update_speed`; the device updates tensors of a model's `shapes`, on the
+    calling thread with its threads or on the accelerator: many small ones take longer than few
+    large ones. Updates that cannot run in pieces never run in the lane: the device's speed is used.
+    Both include the precision's master weights, as medians of short steps, first ones excluded. On
+    an accelerator, a step on one number is subtracted: the host's launch and wait, as long as one
+    on 60 M parameters on an H200.
     """
     beside = not on_host(found(str(device)))
     most = _UPDATE_PARAMETERS * (_TIMES_BESIDE_ACCELERATOR if beside else 1)
-    # Every n-th of the shapes, of about as many in all; a smaller one where it is larger.
+    # Every n-th shape, of about as many in all; larger ones reduced.
     every = max(1, round(sum(shape.numel() for shape in shapes) / most))
     alike = [smaller(shape, most) for shape in shapes[::every]] or [torch.Size([most])]
 
@@ -112,9 +112,9 @@ def update_speeds(
 def host_update_speed(stepped: Stepped, *, device: torch.device | str = "cpu") -> float:
     """Parameters per second that the update lane updates in host memory.
 
-    What runs is the runtime's own: a chunk in host memory, the ranges and the threads that a plan
-    on `device` has, a lane's thread. Beside an accelerator it runs while copies go both ways, which
-    read and write the same memory. The median of short steps, first ones excluded.
+    Runs the runtime's own code: a host chunk, the ranges and threads of a plan on `device`, a
+    lane's thread. Beside an accelerator, copies run both ways meanwhile, through the same memory.
+    The median of short steps, first ones excluded.
     """
     here = found(str(device))
     beside = not on_host(here)
@@ -136,7 +136,7 @@ def host_update_speed(stepped: Stepped, *, device: torch.device | str = "cpu") -
 
 
 def update_team(device: torch.device, stepped: Stepped) -> UpdateTeam:
-    """The threads that a plan on `device` has for the optimizer's steps in host memory."""
+    """The threads of a plan on `device` for optimizer steps in host memory."""
     made = stepped.factory([{"params": [nn.Parameter(torch.zeros(1))]}])
     return UpdateTeam(spare_threads(device), by_lines=updates_by_lines(made))
 
@@ -177,10 +177,7 @@ def lane_update(
 
 
 class PinnedLink:
-    """Copies between host memory, pinned as the runtime pins it, and a device, on streams.
-
-    The buffers are this object's; every copy has ended when a method returns.
-    """
+    """Copies between pinned host memory and a device, on streams; methods return when done."""
 
     def __init__(self, device: torch.device, num_bytes: int = 2**27) -> None:
         backend = Backend(device)
@@ -191,7 +188,7 @@ class PinnedLink:
         synchronize(device)  # the device's buffers were filled on the current stream
 
     def read(self, num_bytes: int | None = None) -> None:
-        """From the host to the device: all, or so many bytes."""
+        """From the host to the device: all, or `num_bytes`."""
         self._start_read(num_bytes)
         self._up.synchronize()
 
@@ -208,15 +205,15 @@ class PinnedLink:
         self._down.synchronize()
 
     def measured(self) -> Link:
-        """The link that the copies make, from medians of a few each."""
-        # What a copy of a few bytes takes is what it costs apart from its bytes.
+        """The link by medians of a few copies each."""
+        # A copy of a few bytes: the cost apart from bytes.
         copies = (self.read, self.write, self.both, lambda: self.read(4096))
         read_s, write_s, both_s, little_s = (median_seconds(copy, num_runs=5) for copy in copies)
         return Link(
             read_bytes_per_s=self._num_bytes / read_s,
             write_bytes_per_s=self._num_bytes / write_s,
             latency_s=little_s,
-            # Both ways in the time of the slower one alone: 1. One after the other: about 0.5.
+            # Both ways in the slower one's time: 1. One after the other: about 0.5.
             duplex=kept_fraction([max(read_s, write_s) / both_s], at_least=0.5),
         )
 
@@ -232,7 +229,7 @@ class PinnedLink:
 def update_step(
     stepped: Stepped, shapes: Sequence[torch.Size] = (_UPDATED,), *, device: torch.device | str
 ) -> Callable[[], None]:
-    """One optimizer step on tensors of `shapes`; it returns when the device has ended it."""
+    """One optimizer step on tensors of `shapes`; returns when the device has ended it."""
     here = found(str(device))
     parameters = [
         nn.Parameter(torch.full(shape, 0.5, dtype=stepped.stored, device=here)) for shape in shapes
@@ -255,12 +252,12 @@ def contention(
     num_rounds: int = _ROUNDS,
     num_threads: int = 1,
 ) -> Contention:
-    """Measure how much of its speed compute keeps while `lane` runs, and vice versa.
+    """The fractions of speed that compute and `lane` keep while both run.
 
-    Compute is what a model does (`small_compute`), in the calling thread with the threads it has;
-    the lane is a worker thread with `num_threads` intra-op threads. Medians of short windows, alone
-    and together. Beside an accelerator one round is enough: copies and the host's updates run on
-    other hardware than compute, so that little is taken, but they share its memory and the link.
+    Compute is model-like work (`small_compute`), on the calling thread with its threads; the lane
+    is a worker thread with `num_threads` intra-op threads. Medians of short windows, alone and
+    together. Beside an accelerator one round is enough: copies and host updates use other hardware
+    than compute and slow it little, but share its memory and the link.
     """
     compute()
     in_worker(lane, num_threads=num_threads)
@@ -277,10 +274,7 @@ def contention(
 
 
 def small_compute(device: torch.device | str) -> Callable[[], None]:
-    """Return work of some milliseconds as models do it; it ends when the device has.
-
-    Matrix products and elementwise operators, with fresh memory for every result.
-    """
+    """Some milliseconds of model-like work: products, elementwise operators, fresh memory."""
     here = found(str(device))
 
     def of(scale: int) -> Callable[[], None]:
@@ -325,18 +319,18 @@ def grown(
 
 
 def kept_fraction(ratios: Iterable[float], *, at_least: float = 0.01) -> float:
-    """The median, as a fraction: noise must not make anything faster than alone."""
+    """The median, at most 1: noise must not make anything faster than alone."""
     return min(1.0, max(at_least, statistics.median(ratios)))
 
 
 def in_worker(work: Callable[[], Result], *, num_threads: int = 1) -> Result:
-    """`work()` in a fresh thread with so many intra-op threads, as a lane runs."""
+    """`work()` in a fresh thread with `num_threads` intra-op threads, like a lane's."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(1, initializer=take_threads, initargs=(num_threads,)) as pool:
             return pool.submit(work).result()
     finally:
-        # The number holds for the setting thread, and for all threads that come after it.
+        # The number also holds for all later threads.
         torch.set_num_threads(before)
 
 
@@ -376,7 +370,7 @@ def runs_per_second(work: Callable[[], None], *, until: threading.Event | None =
 
 
 def median_seconds(work: Callable[[], object], *, num_runs: int = 7) -> float:
-    """Return the median of single runs, after two that allocate and warm up."""
+    """The median of single runs, after two warm-up runs."""
     work()
     work()
     # Without `gc.enable` it would run without garbage collection.
@@ -393,16 +387,16 @@ cores, and the sum is past every cache. On an accelerator both grow until a run 
 
 
 def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
-    """The rates that this process reaches, in the calling thread with the threads it has.
+    """This process's rates, on the calling thread with its threads. Takes about 2 s.
 
-    Peak and reached are the same in a measurement: both efficiencies are 1. `dtype` is that of
-    the host's updates, which are measured as in the update lane. About 2 s.
+    Measured peaks are the reached rates: both efficiencies are 1. `dtype` is that of the host's
+    updates, measured as in the update lane.
     """
     here = found(str(device))
     small = torch.ones(64, device=here)
 
     def small_products() -> None:
-        # Too small to take time: half are written down for backward, half run there.
+        # Negligible compute: half are recorded for backward, half run there.
         value = small.clone().requires_grad_()
         for _ in range(_CALLS // 2):
             value = torch.mul(value, small)
@@ -421,7 +415,7 @@ def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
 
 def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     def product(scale: int) -> Callable[[], object]:
-        # No constants: multiplying by them draws less power, so that a GPU's clock stays higher.
+        # Not constants: multiplying these draws less power, and raises a GPU's clock.
         source, width = torch.Generator(device).manual_seed(0), scale * _PRODUCT_WIDTH
         tokens, weight = (
             torch.rand(width, width, generator=source, device=device).sub(0.5).to(dtype)
@@ -434,10 +428,10 @@ def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _memory_bytes_per_s(device: torch.device) -> float:
-    """Two operands are read and one is written: where it is allocated anew, as results are.
+    """Two operands are read and one is written, in fresh memory, as results are.
 
-    On a CPU the system clears the pages of every result, which takes longer than the sum. On a GPU
-    the allocator keeps them.
+    On a CPU the system clears every result's pages, which takes longer than the sum. A GPU's
+    allocator caches them.
     """
 
     def addition(scale: int) -> Callable[[], object]:
@@ -464,7 +458,7 @@ def _per_second(work: Callable[[], object], device: torch.device) -> float:
 
 _LAYERS = 6
 _MATRICES = 9  # of a layer: a decoder block has as many parameters
-_LAYER_WIDTH = 64  # 16 KiB of weights, and of what a layer saves: the least that is swapped
+_LAYER_WIDTH = 64  # 16 KiB of weights, and of saved tensors: the least that is swapped
 _STEPS = 25
 
 
@@ -484,11 +478,10 @@ class Overheads:
 
 
 class _Layers(nn.Module):
-    """Layers of several products each, by kernels of which no library keeps a workspace.
+    """Layers of several products each, by kernels without a library workspace.
 
-    With a bias, cuBLASLt keeps 1 MiB, which a profile of the same process does not know. What a
-    move costs grows with the parameters of its unit: with one, `move_s` was a fourth of a decoder
-    block's.
+    With a bias, cuBLASLt keeps 1 MiB, unknown to a profile of the same process. A move's cost grows
+    with its unit's parameters: with one, `move_s` was a fourth of a decoder block's.
     """
 
     def __init__(self) -> None:
@@ -513,11 +506,10 @@ def measure_overheads(
     optimizer: str = DEFAULT_OPTIMIZER,
     cached: bool = False,
 ) -> Overheads:
-    """Overheads of this machine's processor, with all that a plan can move on the next tier.
+    """Overheads of this machine's processor, with everything that a plan can move on the next tier.
 
-    To a disk past the page cache, or through it where it is `cached`.
-    Seconds of the processor and not of the clock where it computes: what a step waits for, the
-    timeline knows. About 1 s; the random state is left alone.
+    To a disk past the page cache, or through it if `cached`. Processor seconds, not the clock's, if
+    it computes: the timeline models waits. About 1 s; the random state is restored.
     """
     with torch.random.fork_rng(devices=[]):
         plain, planned = _Layers().to(device), _Layers().to(device)
@@ -572,17 +564,17 @@ def _training_step(
 
 
 class _LaunchingClock:
-    """Processor seconds of the threads that run a model: this one, and autograd's on a device."""
+    """Processor seconds of a model's threads: this one, and autograd's on a device."""
 
     def __init__(self) -> None:
         self._threads = {threading.get_ident()}
 
     def note_thread(self, _: torch.Tensor) -> None:
-        """Count with the thread in which autograd calls this hook."""
+        """Include the thread in which autograd calls this hook."""
         self._threads.add(threading.get_ident())
 
     def median(self, step: Callable[[], None]) -> float:
-        """Return the median of single steps, after some that warm up."""
+        """The median of single steps, after warm-up steps."""
         seconds = timeit.repeat(step, gc.enable, self._seconds, repeat=3 + _STEPS, number=1)
         return statistics.median(seconds[3:])
 
@@ -594,7 +586,7 @@ class _LaunchingClock:
 def plan_to_measure(
     model: nn.Module, units: Iterable[UnitPlan], workload: Workload, *, optimizer: str = ""
 ) -> Plan:
-    """A plan of these units made without a planner, to be run and measured."""
+    """A plan of these units made without a planner, for measuring."""
     nothing = TierBytes(device=0, context=0, host=0, disk=0)
     return Plan(
         workload=workload,
@@ -611,7 +603,7 @@ def plan_to_measure(
 
 
 def _plan(model: nn.Module, device: torch.device) -> Plan:
-    """Every layer's states are offloaded to the next tier, and what it saves is swapped there."""
+    """Offload every layer's states to the next tier, and swap its saved tensors there."""
     tier: TierName = "disk" if on_host(device) else "host"
     schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
     first, last = (

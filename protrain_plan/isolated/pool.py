@@ -25,10 +25,7 @@ _BYTES_EACH = 2 * 2**30
 
 
 def processes_at_once(most: int, jobs: int | None = None) -> int:
-    """How many processes may estimate at the same time, as far as memory goes.
-
-    `jobs`, or one a core.
-    """
+    """Processes that may estimate at once: `jobs`, or one per core, as memory allows."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     free = most * _BYTES_EACH
     with suppress(OSError, AttributeError):

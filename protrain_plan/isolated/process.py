@@ -115,10 +115,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def _starting_quietly() -> Iterator[None]:
-    """A process that starts inside takes no file of the working directory for a library.
-
-    Ctrl-C reaches it when it can clean up, and not before.
-    """
+    """Start processes that import nothing from the working directory and clean up on Ctrl-C."""
     variable = "PYTHONSAFEPATH"
     with _lock:
         resource_tracker.ensure_running()  # started later, it would unblock the signal

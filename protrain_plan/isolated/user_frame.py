@@ -95,10 +95,7 @@ def _lines_of(error: BaseException) -> list[Line]:
 
 
 def user_frame(lines: Iterable[Line]) -> Place:
-    """The first of the lines in a file of the user's, else in a library with models.
-
-    (None, None) where all are PyTorch's, Python's or ours.
-    """
+    """The first line in a user's file, else in a library of models; else (None, None)."""
     file, number = min(lines, key=_distance, default=("", 0))
     if _distance((file, number)) == _ENGINE:
         return None, None

@@ -1,4 +1,1 @@
-"""Where a model comes from: the shipped catalogue, a config.json, or the user's own factory.
-
-`presets` imports no torch; all others do.
-"""
+"""Sources of models: the catalogue, a config.json, or a factory. `presets` imports no torch."""

@@ -1,8 +1,8 @@
-"""Adapters: low-rank layers that PEFT adds to a model whose own parameters are frozen.
+"""Adapters: low-rank layers that PEFT adds to a model with frozen parameters.
 
-What is trained, in which dtype, and with which values at the start, is PEFT's: a planned run trains
-the model that `peft.get_peft_model` makes. What PEFT takes in silence (a name that no module has)
-is refused here by name, and so is what it refuses.
+Trained parameters, dtypes and initial values are PEFT's: a planned run trains the model of
+`peft.get_peft_model`. Names that PEFT ignores silently (without a matching module), or refuses, are
+refused here by name.
 """
 
 import warnings
@@ -19,14 +19,14 @@ from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora, read_ad
 from protrain_runtime.contract.records.words import did_you_mean
 
 _MAX_NAMES = 20
-"""Names of modules that a message lists."""
+"""Most module names in a message."""
 
 
 def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
-    """The model with its adapter, as PEFT wraps it; the model itself where there is none.
+    """The model with its adapter, as PEFT wraps it; unchanged without one.
 
-    Parameters may be on `meta`. ProtrainError where PEFT is missing, the model has no modules of
-    these names, or PEFT refuses them.
+    Parameters may be on `meta`. ProtrainError if PEFT is missing, the model has no modules of these
+    names, or PEFT refuses them.
     """
     lora = read_adapter(adapter)
     if lora is None:
@@ -35,7 +35,7 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
     excluded = routers(model)
     _refuse_unknown(model, lora, excluded, source=source)
     with warnings.catch_warnings():
-        # Of what it settles by itself: an older name in transformers, GPT-2's transposed weights.
+        # About what it adapts itself: an older name in transformers, GPT-2's transposed weights.
         warnings.simplefilter("ignore")
         try:
             wrapped: nn.Module = peft.get_peft_model(
@@ -58,7 +58,7 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
     layers = [each for each in wrapped.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
     if lora.dtype == "base":
         _settle_meta(layers)
-    if lora.freeze == "A":  # the first products' matrices, as they were drawn
+    if lora.freeze == "A":  # the first products' matrices, as drawn
         for name, parameter in (each for layer in layers for each in _adapters_of(layer)):
             if name in ("lora_A", "lora_embedding_A"):
                 parameter.requires_grad_(False)
@@ -66,10 +66,7 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
 
 
 def routers(model: nn.Module) -> list[str]:
-    """The linear layers whose forward gives no tensor, such as Llama 4's routers.
-
-    What an adapter, or a packed layer, would return in their place is one.
-    """
+    """Linear layers whose forward returns no tensor, such as Llama 4's routers."""
     found = []
     for name, module in model.named_modules():
         own = type(module).forward is not nn.Linear.forward
@@ -77,7 +74,7 @@ def routers(model: nn.Module) -> list[str]:
             continue
         shapes = {key: each.to("meta") for key, each in module.named_parameters()}
         rows = torch.empty(2, module.in_features, dtype=module.weight.dtype, device="meta")
-        with suppress(Exception), torch.no_grad():  # it may want to be called otherwise
+        with suppress(Exception), torch.no_grad():  # it may need other arguments
             if not isinstance(functional_call(module, shapes, (rows,)), torch.Tensor):
                 found.append(name)
     return found
@@ -109,7 +106,7 @@ def _refuse_unknown(model: nn.Module, lora: Lora, excluded: list[str], *, source
     And for one that an excluded module has.
     """
     modules = dict(model.named_modules())
-    # GPT-2 has a class of its own for linear layers.
+    # GPT-2 has its own class of linear layers.
     kinds = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     linear = {
         name: module
@@ -150,18 +147,18 @@ def _refuse_missing(
 
 
 def _adapters_of(layer: Any) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that PEFT has added to a layer, with the attribute that holds them."""
+    """PEFT's parameters in a layer, each with the attribute that holds it."""
     names = [name for name in layer.adapter_layer_names if hasattr(layer, name)]
     return [(name, each) for name in names for each in getattr(layer, name).parameters()]
 
 
 def _settle_meta(layers: list[Any]) -> None:
-    """Give adapters on `meta` their layer's dtype: PEFT leaves it as it was."""
+    """Give adapters on `meta` their layer's dtype: PEFT leaves it unchanged."""
     for layer in layers:
         base = layer.get_base_layer()
-        # A packed layer's weights are bytes. One of 4 bits says in what it computes, and beside one
-        # of 8 bits PEFT leaves adapters as they were made everywhere.
-        # PEFT adapts experts that are one parameter by a layer that knows which.
+        # A packed layer's weights are bytes. A 4-bit one has a compute dtype; beside an 8-bit one
+        # PEFT leaves adapters unchanged everywhere. PEFT adapts experts in a single parameter by a
+        # layer that selects it.
         weight = layer.get_param() if hasattr(layer, "get_param") else base.weight
         packed = not weight.is_floating_point()
         dtype = getattr(base, "compute_dtype", None) if packed else weight.dtype

@@ -1,7 +1,7 @@
-"""Batches without a tokeniser or a data set, and how a batch goes through a model.
+"""Batches without a tokeniser or a data set, and their way through a model.
 
-Text is real: a byte is a token, ids 0..255, the same on every machine with the same text. Images
-and sound are noise from a seeded generator: what a step costs does not depend on what they show.
+Text is real: a byte is a token, ids 0..255, equal on every machine for equal text. Images and sound
+are noise from a seeded generator: a step's cost does not depend on their content.
 """
 
 import importlib
@@ -32,17 +32,17 @@ Arguments need not be tensors (`return_loss=True`).
 
 NUM_BYTE_TOKENS = 256
 MAX_TEXT_BYTES = 2**28
-"""Bytes of a file to train on; more is not read."""
+"""Most bytes read from a training file."""
 MAX_TOKENS = 2**26
-"""Tokens of a batch: 64 M, half a GiB of them."""
+"""Most tokens of a batch: 64 M, half a GiB of them."""
 _DEFAULT_TEXT_BYTES = 4 * 2**20
 
 
 def byte_tokens(text: Path | None) -> bytes:
-    """The bytes of a text file: each is a token id.
+    """The bytes of a text file as token ids.
 
-    By default: what Python itself ships as text, its licence and the sources of its standard
-    library, 4 MiB at most. ProtrainError where `text` cannot be read.
+    Default: text shipped with Python, its licence and the sources of its standard library, at most
+    4 MiB. ProtrainError if `text` cannot be read.
     """
     if text is not None:
         try:
@@ -69,10 +69,10 @@ def byte_tokens(text: Path | None) -> bytes:
 
 
 def text_windows(tokens: bytes, *, batch_size: int, seq_len: int, seed: int) -> Iterator[Tensor]:
-    """Consecutive windows of `tokens`, int64 [batch_size, seq_len], without end.
+    """Endless consecutive windows of `tokens`, int64 [batch_size, seq_len].
 
-    The seed chooses the first window; after the last one the text starts again.
-    `tokens` is repeated where it is shorter than one window. ProtrainError for an empty text.
+    The seed chooses the first window; the text restarts after the last one. `tokens` shorter than a
+    window are repeated. ProtrainError for an empty text.
     """
     if batch_size < 1 or seq_len < 1:
         raise ProtrainError(
@@ -95,7 +95,7 @@ def text_windows(tokens: bytes, *, batch_size: int, seq_len: int, seed: int) -> 
 
 
 def first_of(batches: Iterator[Batch], *, source: str) -> Batch:
-    """The first batch; ProtrainError, naming the source, where there is none."""
+    """The first batch; ProtrainError, naming the source, without one."""
     for batch in batches:
         return batch
     raise ProtrainError(
@@ -106,10 +106,7 @@ def first_of(batches: Iterator[Batch], *, source: str) -> Batch:
 
 
 def of_one_size(batches: Iterator[Batch], first: Batch) -> Iterator[Batch]:
-    """Batches without end, of the shapes of `first`, which stands for others and after the last.
-
-    A data set's last batch may be smaller.
-    """
+    """Endless batches of `first`'s shapes, which replaces smaller last ones."""
     shapes = [tensor.shape for tensor in tensors_in(first)]
     for batch in batches:
         yield batch if [tensor.shape for tensor in tensors_in(batch)] == shapes else first
@@ -117,7 +114,7 @@ def of_one_size(batches: Iterator[Batch], first: Batch) -> Iterator[Batch]:
 
 
 def call_model(model: nn.Module, batch: Batch) -> object:
-    """The model's output for one batch: a mapping goes in by keyword, a tuple by position."""
+    """The model's output for one batch: mappings are passed by keyword, tuples by position."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, tuple | list):
@@ -126,10 +123,10 @@ def call_model(model: nn.Module, batch: Batch) -> object:
 
 
 def batch_to(batch: object, device: torch.device | str, dtype: torch.dtype | None) -> Batch:
-    """The same batch on `device`, floating-point tensors in `dtype`, what is no tensor as it is.
+    """The batch on `device`, floating-point tensors in `dtype` (None: their own).
 
-    None: in their own. Tensors in nested containers and in objects too. ProtrainError where it is
-    no kind of `Batch`.
+    Includes tensors in nested containers and in objects; other values are unchanged. ProtrainError
+    if it is not a `Batch`.
     """
 
     def moved(value: object) -> Any:
@@ -150,10 +147,9 @@ def batch_to(batch: object, device: torch.device | str, dtype: torch.dtype | Non
 
 
 def loss_of(output: object) -> Tensor:
-    """The scalar that training differentiates, from whatever a forward returned.
+    """The scalar that training differentiates, from any forward's output.
 
-    Its `.loss` or `["loss"]`, itself where it is a scalar, or its first element where that is
-    one. ProtrainError otherwise.
+    Its `.loss` or `["loss"]`, itself or its first element if scalar. ProtrainError otherwise.
     """
     loss: object = output
     if isinstance(output, Mapping):
@@ -174,9 +170,9 @@ def loss_of(output: object) -> Tensor:
 
 
 MASKED_SHARE = 0.15
-"""Share of tokens that a masked language model finds (BERT, arXiv 1810.04805, section 3.1)."""
+"""Share of masked tokens of a masked language model (BERT, arXiv 1810.04805, section 3.1)."""
 NOT_A_TARGET = -100
-"""The label that Hugging Face losses leave out."""
+"""The label that Hugging Face losses ignore."""
 _WITH_IMAGE_TOKENS = ("llava", "vipllava")
 _DEFAULT_IMAGE_SIZE = 224
 MAX_NUMBERS = 2**28
@@ -187,10 +183,10 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """Return the requested batches. `seq_len` counts tokens of text, or of targets."""
+    """A request for batches. `seq_len` counts tokens of text, or of targets."""
 
     source: str  # for messages
-    config: Any  # of transformers
+    config: Any  # transformers'
     batch_size: int
     seq_len: int
     text: bytes
@@ -199,7 +195,7 @@ class BatchRequest:
     def windows(self) -> Iterator[Tensor]:
         """Consecutive text, int64 [batch_size, seq_len].
 
-        ProtrainError where the model has fewer than 256 tokens, or fewer positions than `seq_len`.
+        ProtrainError if the model has fewer than 256 tokens, or fewer positions than `seq_len`.
         """
         config = self.config.get_text_config()
         if config.vocab_size < NUM_BYTE_TOKENS:
@@ -223,11 +219,11 @@ class BatchRequest:
         )
 
     def generators(self) -> Iterator[torch.Generator]:
-        """One per batch, so that a batch does not depend on those before it."""
+        """One per batch: batches do not depend on earlier ones."""
         return (torch.Generator().manual_seed((self.seed + 1_000_003 * n) % 2**63) for n in count())
 
     def images(self, generator: torch.Generator) -> Tensor:
-        """Standard normal, as normalised pixels are.  # [batch, channels, height, width]"""
+        """Standard normal, like normalised pixels.  # [batch, channels, height, width]"""
         vision = getattr(self.config, "vision_config", self.config)
         size = getattr(vision, "image_size", _DEFAULT_IMAGE_SIZE)
         height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -235,7 +231,7 @@ class BatchRequest:
 
 
 def noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Standard normal numbers; ProtrainError where they are absurdly many."""
+    """Standard normal numbers; ProtrainError if absurdly many."""
     if (total := prod(shape)) > MAX_NUMBERS:
         raise ProtrainError(f"a batch of {total} numbers is larger than {MAX_NUMBERS} of them")
     return torch.randn(shape, generator=generator)
@@ -249,10 +245,7 @@ def classes(task: str) -> Mapping[str, str]:
 
 
 def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
-    """Endless batches for a model class of transformers, on the CPU, features in float32.
-
-    ProtrainError where none are known for it, or the request does not fit the model.
-    """
+    """Endless batches for a model class of transformers, on the CPU; ProtrainError if unknown."""
     model_type = request.config.model_type
     if model_type in _WITH_IMAGE_TOKENS:
         return _images_and_text(request)
@@ -283,17 +276,14 @@ def _text(request: BatchRequest) -> Iterator[Inputs]:
 
 
 def _is_multimodal(model_class: str) -> bool:
-    """Whether a model class writes text of images or sound, each with rules of its own."""
+    """Whether a model class writes text about images or sound, each with its own rules."""
     return any(
         model_class in classes(task).values() for task in ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
     )
 
 
 def of_text_alone(model: nn.Module, model_class: str) -> nn.Module:
-    """Return the model; its parts for images or sound are frozen if batches have neither.
-
-    Without gradients the optimizer leaves it as it is anyway.
-    """
+    """The model, with parts for images or sound frozen if batches have neither."""
     made: Any = model
     if _is_multimodal(model_class) and made.config.model_type not in _WITH_IMAGE_TOKENS:
         towers = (made.get_decoder(), made.get_input_embeddings(), made.get_output_embeddings())
@@ -304,12 +294,12 @@ def of_text_alone(model: nn.Module, model_class: str) -> nn.Module:
 
 
 def _masked_text(request: BatchRequest) -> Iterator[Inputs]:
-    """Masked tokens are the last one of the vocabulary; labels are the text there alone."""
+    """Masked tokens are the vocabulary's last one; labels are their text alone."""
     mask_token = request.config.vocab_size - 1
 
     def masked(window: Tensor, generator: torch.Generator) -> Inputs:
         mask = torch.rand(window.shape, generator=generator) < MASKED_SHARE
-        mask[:, 0] = True  # a batch without any has no loss
+        mask[:, 0] = True  # a batch without masks has no loss
         return {
             "input_ids": window.masked_fill(mask, mask_token),
             "labels": window.masked_fill(~mask, NOT_A_TARGET),
@@ -327,7 +317,7 @@ def _labelled_images(request: BatchRequest) -> Iterator[Inputs]:
 
 
 def _pairs(request: BatchRequest) -> Iterator[Inputs]:
-    """Texts [batch, tokens] and images of one batch, to be matched by a contrastive loss."""
+    """Texts [batch, tokens] and images of one batch, for a contrastive loss."""
     if request.batch_size < 2:
         raise ProtrainError(
             "a contrastive loss compares the pairs of a batch, got a batch of 1",
@@ -370,13 +360,11 @@ def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:
 
 
 def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:
-    """The workload with the sizes of a factory's batch; a configuration's batches have its own.
+    """The workload with a factory batch's sizes; a configuration's batches have its own.
 
-    Where those are images alone, there is no sequence: `seq_len` is 1.
-    `batch_size` is the first dimension of the first tensor in it that has one. `seq_len` is the
-    second of the first tensor of integers with two dimensions and as many rows, which are token ids
-    [batch, tokens]; else of the first tensor with three, features [batch, sequence, width]; 1 where
-    there is neither.
+    `batch_size` is the first dimension of the first tensor that has one. `seq_len` is the second of
+    the first integer tensor with two dimensions and that many rows, token ids [batch, tokens]; else
+    of the first tensor with three, features [batch, sequence, width]; else 1, as for images alone.
     """
     if workload.model_config:
         names = set(batch) if isinstance(batch, Mapping) else set()

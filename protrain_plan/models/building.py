@@ -1,7 +1,7 @@
-"""Functions that every kind of model source needs to build a model.
+"""Functions for building models from any source.
 
 Seeds and deterministic kernels, models without memory for their parameters, limits on their sizes,
-and how the dtype and the precision of a workload become dtypes of parameters and of computation.
+and dtypes of parameters and computation from a workload's dtype and precision.
 """
 
 import functools
@@ -35,9 +35,9 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The random states that building may use start from the seed, and are put back after."""
+    """Seed the random states that building may use, and restore them after."""
     before = random.getstate()
-    with _disable_current_modes():  # models are built of fake tensors too; states are real
+    with _disable_current_modes():  # models are also built of fake tensors; states are real
         kind, accelerators = devices.all_random_states()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -52,10 +52,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def kernels(*, deterministic: bool) -> Iterator[None]:
-    """Inside, operators take deterministic kernels alone, or any: as a workload was profiled.
-
-    cuBLAS has deterministic ones if its workspace size is set before its first call.
-    """
+    """Use deterministic kernels inside, or any. (cuBLAS needs its workspace size set before.)"""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if deterministic:
@@ -68,16 +65,16 @@ def kernels(*, deterministic: bool) -> Iterator[None]:
 
 
 MAX_TENSORS = 100_000
-"""Parameters of a model that a configuration describes, each of which is a tensor."""
+"""Most parameter tensors of a configuration's model."""
 MAX_PARAMETERS = 10**13
-"""The same in numbers: twenty times the largest published model."""
+"""Most parameter elements: twenty times the largest published model."""
 
 
 @contextmanager
 def no_larger_than(most_bytes: int | None, *, source: str) -> Iterator[None]:
-    """ProtrainError, naming the source, once modules that are built inside have more parameters.
+    """ProtrainError, naming the source, once modules built inside have more parameters.
 
-    None: more than any model, as a configuration describes it.
+    None: more than any configuration's model.
     """
     known = WeakTensorKeyDictionary()
     tensors = elements = num_bytes = 0
@@ -113,11 +110,10 @@ def no_larger_than(most_bytes: int | None, *, source: str) -> Iterator[None]:
 def moved(
     model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """`model.to(...)`, in place, and for fake tensors too, which `Module.to` cannot exchange.
+    """`model.to(...)`, in place, also for fake tensors, which `Module.to` cannot exchange.
 
     To `meta`, parameters are exchanged as well: in `faking`, `Module.to` cannot move real ones.
-
-    `dtype` is for what is floating-point; complex tensors stay complex.
+    `dtype` applies to floating-point tensors; complex ones stay complex.
     """
 
     def converted(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,10 +131,7 @@ def moved(
 
 
 def float_dtypes(model: nn.Module) -> tuple[torch.dtype, ...]:
-    """The floating-point dtypes of the model's tensors, that of the most bytes first.
-
-    Weights that wait to be packed have the dtype that they are packed from, and do not count.
-    """
+    """The floating-point dtypes of the model's tensors, by bytes, without unpacked weights."""
     waiting = {layer.weight for _, layer in packed_layers(model)}
     found: Counter[torch.dtype] = Counter()
     for tensor in {*model.parameters(), *model.buffers()} - waiting:
@@ -153,10 +146,10 @@ def remake_tensors(
     *,
     make_scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Put `make(tensor)` into the place of every parameter and buffer, in the model's order.
+    """Replace every parameter and buffer by `make(tensor)`, in the model's order.
 
-    A tensor that is there twice (a tied parameter) stays one. Parameters stay parameters, and
-    packed ones have their scales, each by `make_scale`, which is `make` by default.
+    Tied parameters stay tied. Parameters stay parameters, and packed ones keep their scales, remade
+    by `make_scale` (default: `make`).
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
     scales: dict[int, torch.Tensor] = {}  # by identity: layers may share a table of codes
@@ -183,7 +176,7 @@ def remake_tensors(
 
 
 def parameter_dtype(dtype: DType, precision: Precision) -> torch.dtype:
-    """The dtype of the stored parameters; ProtrainError where the two do not go together."""
+    """The dtype of stored parameters; ProtrainError if the two are incompatible."""
     match precision:
         case "pure":
             return TORCH_DTYPES[dtype]
@@ -204,16 +197,16 @@ def parameter_dtype(dtype: DType, precision: Precision) -> torch.dtype:
 
 
 def stepped_dtype(dtype: DType, precision: Precision) -> DType:
-    """The dtype that the optimizer steps on."""
+    """The dtype of the optimizer's step."""
     return dtype if precision == "pure" else "float32"
 
 
 def computing_in(model: nn.Module, dtype: DType, precision: Precision) -> nn.Module:
-    """The model, with its forward under autocast where the precision says so.
+    """The model, with its forward under autocast if the precision requires it.
 
-    Autocast belongs to the model, so that every caller computes the same. Its cache of cast
-    weights is off: it would keep a copy of every parameter until the forward ends, also of those
-    that have left the device, and a recomputed block would not get it back.
+    Autocast belongs to the model: every caller computes the same. Its cache of cast weights is off:
+    it would keep a copy of every parameter until the forward ends, also of evicted ones, and a
+    recomputed block would not get it back.
     """
     if precision != "autocast":
         return model
@@ -221,7 +214,7 @@ def computing_in(model: nn.Module, dtype: DType, precision: Precision) -> nn.Mod
 
     @functools.wraps(forward)
     def under_autocast(*args: object, **kwargs: object) -> object:
-        # Asked when it runs: a model may be built without memory for its parameters.
+        # At run time: a model may be built without memory for its parameters.
         device_type = next(p.device.type for p in model.parameters() if not p.is_meta)
         with torch.autocast(device_type, dtype=narrow, cache_enabled=False):
             return forward(*args, **kwargs)

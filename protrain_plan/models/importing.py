@@ -1,4 +1,4 @@
-"""Code of others: names of the user's in a module of theirs, and packages that may be missing."""
+"""External code: users' names in their modules, and optional packages."""
 
 import importlib
 import importlib.util
@@ -11,14 +11,11 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.words import did_you_mean
 
 _MAX_REASON = 500
-"""Characters of what a package says that a message repeats."""
+"""Most characters of a package's message to quote."""
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The function or class that `package.module:name` or `path/to/file.py:name` says.
-
-    ProtrainError where there is none. The user's code runs, and may raise what it likes.
-    """
+    """The function or class at `package.module:name` or `file.py:name`; runs the user's code."""
     module_name, _, attribute = name.rpartition(":")
     is_file = module_name.endswith(".py")
     try:
@@ -26,13 +23,13 @@ def imported(name: str) -> Callable[..., Any]:
             path = Path(module_name)
             if not path.is_file():
                 raise ImportError("no such file")
-            _search_first(path.resolve().parent)  # it finds its neighbours as a script does
-            # A name of its own: a script may be called like an installed package.
+            _search_first(path.resolve().parent)  # it imports its neighbours, like a script
+            # Its own name: a script may be called like an installed package.
             spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # where its classes are looked up
+            sys.modules[spec.name] = module  # looked up by its classes
             spec.loader.exec_module(module)
         else:
             _search_first(Path.cwd())
@@ -58,7 +55,7 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 def library(name: str, problem: str, *, source: str | None, fix: str) -> Any:
-    """A package; ProtrainError, which says the `problem`, where it is missing."""
+    """A package; ProtrainError with the `problem` if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -66,7 +63,7 @@ def library(name: str, problem: str, *, source: str | None, fix: str) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Return what a package says of its refusal, in one line."""
+    """A package's refusal, in one line."""
     reason = " ".join(str(error).split()) or type(error).__name__
     return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
 

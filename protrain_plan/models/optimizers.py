@@ -1,12 +1,12 @@
 """The optimizers that profiles can assume: by name, or the user's own.
 
 Most are elementwise ones of `torch.optim`: every element's update depends on that element alone, so
-that a parameter can be updated in pieces with the bits of a whole update. Those of 8 bits are cut
-at their blocks. Adafactor and Muon look at whole matrices, whose states stay on the device. What
-an optimizer is of these is seen in its steps (`protrain_runtime.states.update_rules`). Adagrad is
-missing because it makes all its states when it is constructed, before a plan can say where they go.
+pieces of a parameter get the bits of a whole update. 8-bit ones are cut at their blocks. Adafactor
+and Muon use whole matrices, whose states stay on the device. An optimizer's kind is observed in its
+steps (`protrain_runtime.states.update_rules`). Adagrad is missing because its constructor makes all
+states, before a plan can place them.
 
-PyTorch's fused kernels take real floating-point parameters and dense gradients alone. A model with
+PyTorch's fused kernels require real floating-point parameters and dense gradients. A model with
 complex parameters gets the same optimizers unfused; plain SGD, which takes sparse gradients, is
 never fused.
 """
@@ -33,11 +33,11 @@ from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.stepping import in_train_mode
 
 OptimizerFactory = Callable[..., Optimizer]
-"""Makes an optimizer of parameters or groups of them, with options by keyword."""
+"""Makes an optimizer of parameters or groups, with options by keyword."""
 
 
 def _fused(kind: Callable[..., Optimizer], **defaults: Any) -> OptimizerFactory:
-    """A factory that makes the optimizer fused; unfused where a parameter is complex."""
+    """A factory of the fused optimizer; unfused if a parameter is complex."""
 
     def make(parameters: ParamsT, **options: Any) -> Optimizer:
         entries = [
@@ -52,7 +52,7 @@ def _fused(kind: Callable[..., Optimizer], **defaults: Any) -> OptimizerFactory:
 
 
 def _of_bitsandbytes(kind: str, **defaults: Any) -> OptimizerFactory:
-    """An optimizer of that package, which is imported when one is made."""
+    """An optimizer of bitsandbytes, imported at first use."""
 
     def make(parameters: ParamsT, **options: Any) -> Optimizer:
         package = importlib.import_module(_BITSANDBYTES)
@@ -63,7 +63,7 @@ def _of_bitsandbytes(kind: str, **defaults: Any) -> OptimizerFactory:
 
 
 def _muon(parameters: ParamsT, **options: Any) -> Optimizer:
-    """PyTorch's Muon; ProtrainError for parameters that are no matrices."""
+    """PyTorch's Muon; ProtrainError unless all parameters are matrices."""
     entries: list[Any] = list(parameters)
     if any(tensor.ndim != 2 for tensor in _tensors(entries)):
         raise ProtrainError(
@@ -76,7 +76,7 @@ def _muon(parameters: ParamsT, **options: Any) -> Optimizer:
 
 
 def _tensors(entries: Iterable[Any]) -> Iterator[Tensor]:
-    """The parameters in what an optimizer takes: tensors, names with tensors, or groups."""
+    """The parameters in an optimizer's argument: tensors, named tensors, or groups."""
     for entry in entries:
         if isinstance(entry, Tensor):
             yield entry
@@ -87,8 +87,8 @@ def _tensors(entries: Iterable[Any]) -> Iterator[Tensor]:
             yield entry[1]
 
 
-# The fused kernels need no temporaries, nor does one parameter after the other. `foreach`, the
-# default on CUDA, would take a copy of all parameters that are updated at once.
+# Fused kernels need no temporaries, and loops over parameters few. `foreach`, the default on CUDA,
+# would take a copy of all parameters updated at once.
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw": _fused(torch.optim.AdamW, lr=3e-4),
     "adam": _fused(torch.optim.Adam, lr=3e-4),
@@ -116,17 +116,17 @@ OF_MATRICES: dict[str, OptimizerFactory] = {
     "adafactor": partial(torch.optim.Adafactor, lr=1e-3, foreach=False),
     "muon": _muon,
 }
-"""A parameter is updated as a whole: its states persist. Muon takes matrices alone."""
+"""Whole-parameter updates: their states persist. Muon takes matrices alone."""
 
 KNOWN = {**OPTIMIZERS, **OF_8_BITS, **OF_MATRICES}
 
-_MAX_LENGTH = 1000  # of an optimizer's name with its options
+_MAX_LENGTH = 1000  # of an optimizer's name with options
 
 
 def optimizer_named(name: str, options: str | None = None) -> str:
-    """The name of an optimizer with options, as records have it: `adamw(lr=0.001)`.
+    """The record's name of an optimizer with options: `adamw(lr=0.001)`.
 
-    Options are Python's keyword arguments, literals alone. ProtrainError for others;
+    Options are Python's keyword arguments, only literals. ProtrainError for others;
     `optimizer_factory` knows the names.
     """
     kind, own = _read(name)
@@ -137,11 +137,11 @@ def optimizer_named(name: str, options: str | None = None) -> str:
 
 
 def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFactory:
-    """A factory of the optimizer of that name, on master weights where the precision says so.
+    """A factory of the named optimizer, on master weights if the precision requires it.
 
-    A name that is known, or `package.module:Class` or `path/to/file.py:function`, which is called
-    with parameters or groups of them; with options in brackets. ProtrainError, with those known,
-    for another name, and where its package is missing.
+    A known name, or `package.module:Class` or `path/to/file.py:function`, called with parameters or
+    groups; with options in brackets. ProtrainError, with the known names, for another name or a
+    missing package.
     """
     kind, options = _read(name)
     if ":" in kind:
@@ -164,9 +164,9 @@ def optimizer_factory(name: str, precision: Precision = "pure") -> OptimizerFact
 
 
 def _in_train_mode(factory: OptimizerFactory, parameters: ParamsT, **options: Any) -> Optimizer:
-    """The factory's optimizer, in its training mode where it has modes.
+    """The factory's optimizer, in training mode if it has modes.
 
-    One that gets groups with all options, as pieces of a chunk do, is in the mode that these say.
+    With groups that state all options, as in pieces of a chunk, those options set the mode.
     """
     entries: list[Any] = list(parameters)
     said = [set(one) if isinstance(one, dict) else set() for one in entries]
@@ -176,10 +176,7 @@ def _in_train_mode(factory: OptimizerFactory, parameters: ParamsT, **options: An
 
 
 def works_in_place(name: str) -> bool:
-    """Return whether its GPU kernels take no extra memory.
-
-    Those of 8 bits: a block at a time, in shared memory (bitsandbytes, csrc/kernels.cu).
-    """
+    """Whether the optimizer's GPU kernels take no extra memory (8 bits: bitsandbytes/csrc)."""
     return _read(name)[0] in OF_8_BITS
 
 
@@ -188,15 +185,12 @@ _HOST_SHARES = {"adamw8bit": 0.0626, "lion8bit": 0.1142}
 
 
 def host_share(name: str) -> float:
-    """Parameters per second on a host, over those of fused AdamW.
-
-    On a processor bitsandbytes does operator by operator what is one kernel on a card. Of others 1.
-    """
+    """Parameters per second on a host, relative to fused AdamW; 1 if not measured."""
     return _HOST_SHARES.get(_read(name)[0], 1.0)
 
 
 def _read(name: str) -> tuple[str, dict[str, Any]]:
-    """A name and its options; ProtrainError for what is no such name."""
+    """A name and its options; ProtrainError if invalid."""
     found = re.fullmatch(r"([^()]+?)\s*(?:\((.*)\))?", name, re.DOTALL)
     bare = found is not None and re.search(r"\s\w+\s*=", found[1])
     if found is None or bare or len(name) > _MAX_LENGTH:

@@ -21,11 +21,11 @@ JsonObject = dict[str, object]
 DEFAULT_OPTIMIZER = "adamw"
 
 _MIRRORS = ("unsloth", "NousResearch")
-"""Organisations that publish others' models again, with their configurations."""
+"""Organisations that republish others' models, with their configurations."""
 
 _RENAMED = {"zai-org": "THUDM"}
 
-# The names that architectures have for the same thing.
+# Architectures' names for the same thing.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 
@@ -34,8 +34,8 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 class Preset:
     """A shipped configuration, in short. `num_parameters` is as published, tied ones once.
 
-    `num_layers` and `hidden_size` are those of the encoder where there is a decoder too, and of
-    the text where there are images.
+    `num_layers` and `hidden_size` are the encoder's if there is also a decoder, and the text
+    model's with images.
     """
 
     name: str
@@ -70,26 +70,25 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset_of(name: str) -> str | None:
-    """The preset that a name stands for, in any case; None where that is not known.
+    """The preset of a name, in any case; None if unknown.
 
-    Its own, or that of a repository of its sizes, with or without the organisation, or as a mirror
-    has it.
+    Its own name, or a repository's of its sizes, with or without organisation, or a mirror's.
     """
     return _presets_by_name().get(name.lower())
 
 
 def known_model(model: str) -> str:
-    """A MODEL argument with a preset by its own name; one that is a file or a folder as it is."""
+    """A MODEL argument with a preset's own name; paths unchanged."""
     found = None if model in preset_names() or os.path.exists(model) else preset_of(model)  # noqa: PTH110
     return found or model
 
 
 _AS_NEAR = 0.02
-"""The part of their letters by which names may be less like one than the nearest, to be named."""
+"""Tolerance of the similarity of names, relative to the nearest."""
 
 
 def near_names(model: str) -> list[str]:
-    """The presets whose names, or other names, are most like this one, the nearest first."""
+    """The presets with the most similar names, nearest first."""
     by_name = _presets_by_name()
     last = model.lower().rpartition("/")[2]
     names = [name for name in by_name if "/" not in name]
@@ -102,14 +101,14 @@ def near_names(model: str) -> list[str]:
 
 @cache
 def _presets_by_name() -> dict[str, str]:
-    """The presets by all names that stand for them, in small letters."""
+    """The presets by all of their names, in lower case."""
     found: dict[str, str] = {}
     for preset in preset_names():
         config: Any = preset_config(preset)
         own = config["_source"].split("/blob/")[0].removeprefix("https://huggingface.co/")
         for repository in (own, *chain(*map(_spelt_out, config.get("_same_sizes", ())))):
             organisation, _, name = repository.rpartition("/")
-            mirrors = () if preset.startswith("phi") else _MIRRORS  # those are split otherwise
+            mirrors = () if preset.startswith("phi") else _MIRRORS  # other splits
             renamed = _RENAMED.get(organisation, organisation)
             for place in (organisation, renamed, *mirrors):
                 found[f"{place}/{name}".lower()] = preset
@@ -118,8 +117,8 @@ def _presets_by_name() -> dict[str, str]:
 
 
 def _spelt_out(text: str) -> list[str]:
-    """All names that a text with optional parts stands for."""
-    parts = re.split(r"\[(.*?)\]", text)  # every second one was in brackets
+    """All names of a text with optional parts."""
+    parts = re.split(r"\[(.*?)\]", text)  # odd parts were in brackets
     choices = [(part, "")[: 1 + number % 2] for number, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
 
@@ -127,13 +126,13 @@ def _spelt_out(text: str) -> list[str]:
 def preset_config(name: str) -> JsonObject:
     """The configuration called `name`, as Hugging Face reads it; KeyError for an unknown name.
 
-    Keys that begin with an underscore are notes of ours: `_source`, `_parameters`, `_note`, and
-    `_same_sizes`, the repositories of weights that it stands for; a part in brackets may be left
-    out. Their published configurations have the same vocabulary, layers, widths, heads, experts and
-    window: bytes and seconds depend on nothing else of it. Nothing is taken from how a name looks.
-    Of models that see images (Gemma 3 from 4B on, Mistral Small 3.1 and 3.2) it is the text model.
-    Sources: the configurations of these repositories, the recipes of torchtune (bd2a0fc7) that
-    download them for a builder of these sizes, and parameter counts of model cards.
+    Keys with a leading underscore are our notes: `_source`, `_parameters`, `_note`, and
+    `_same_sizes`, its repositories of weights; a part in brackets is optional. Their published
+    configurations have the same vocabulary, layers, widths, heads, experts and window: bytes and
+    seconds depend on nothing else. Names are not parsed. For models with images (Gemma 3 from 4B
+    on, Mistral Small 3.1 and 3.2) it is the text model. Sources: these repositories'
+    configurations, torchtune's recipes (bd2a0fc7) that download them for a builder of these sizes,
+    and parameter counts of model cards.
     """
     if name not in preset_names():
         raise KeyError(name)
@@ -143,10 +142,10 @@ def preset_config(name: str) -> JsonObject:
 
 
 def read_config(model: str) -> JsonObject | None:
-    """The configuration of a preset, or of a config.json (or the folder with it), without notes.
+    """The configuration, without notes, of a preset or a config.json (or its folder).
 
-    A preset may have any name that stands for it, unless that is a file's or a folder's.
-    None where the MODEL argument names neither: a factory. ProtrainError for a file without one.
+    A preset may have any of its names, unless that is a file's or a folder's. None if the MODEL
+    argument names neither: a factory. ProtrainError for an invalid file.
     """
     if model in preset_names():
         return _without_notes(preset_config(model))
@@ -160,19 +159,19 @@ def read_config(model: str) -> JsonObject | None:
 
 
 def is_factory(model: str) -> bool:
-    """Whether a MODEL argument names code that makes a model and its batches."""
+    """Whether a MODEL argument names code for a model and its batches."""
     return ":" in model and Path(model).suffix != ".json" and read_config(model) is None
 
 
 def names_model(text: str) -> bool:
-    """Whether an argument for a record names a model in its place, or a trainer's file."""
+    """Whether an argument for a record names a model instead, or a trainer's file."""
     if not os.path.isfile(text):  # noqa: PTH113
         return is_factory(text) or preset_of(text) is not None or os.path.isdir(text)  # noqa: PTH112
     return Path(text).suffix in (".yaml", ".yml", ".json") and "protrain" not in read_text(text)
 
 
 def parse_config(text: str, *, where: str) -> JsonObject:
-    """The configuration that a text holds, without notes; ProtrainError where it holds none."""
+    """The configuration in a text, without notes; ProtrainError if invalid."""
     config = parsed_json(text, where)
     if not isinstance(config, dict):
         raise ProtrainError(f"expected a JSON object, got {type(config).__name__}", source=where)
@@ -180,7 +179,7 @@ def parse_config(text: str, *, where: str) -> JsonObject:
 
 
 def _without_notes(config: JsonObject) -> JsonObject:
-    """The keys that say how the model is built: no notes, nothing about weights or versions."""
+    """The keys for building the model: without notes, weights or versions."""
     dropped = ("transformers_version", "torch_dtype", "dtype")
     return {k: v for k, v in config.items() if not k.startswith("_") and k not in dropped}
 

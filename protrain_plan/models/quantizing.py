@@ -58,7 +58,7 @@ PACKAGE_MISSING = "quantised weights need the package bitsandbytes"
 
 
 def read_quantize(text: str | None, *, adapter: str) -> Quantize:
-    """Parse `--quantize`, given the adapter; ProtrainError for what cannot be trained."""
+    """Parse `--quantize`, given the adapter; ProtrainError for untrainable combinations."""
     if not text:
         return ""
     for kind in KINDS:
@@ -80,10 +80,10 @@ def _refuse_without(adapter: str, *, key: str) -> None:
 def quantized(
     model: nn.Module, kind: Quantize, *, adapter: str, dtype: DType, source: str
 ) -> nn.Module:
-    """The model, its linear layers packed in place; the model itself where `kind` is empty.
+    """The model, its linear layers packed in place; unchanged if `kind` is empty.
 
-    Weights that are on `meta` are packed there: shapes and dtypes without values. ProtrainError
-    where bitsandbytes or transformers is missing, there are no such layers, or no adapters.
+    Weights on `meta` are packed there: shapes and dtypes without values. ProtrainError if
+    bitsandbytes or transformers is missing, there are no such layers, or no adapters.
     """
     if not kind:
         return model
@@ -98,13 +98,13 @@ def quantized(
         raise ProtrainError("the model has no linear layers to quantise", source=source)
     for name in list(before):
         _pack(library, model.get_submodule(name), before.pop(name), kind, TORCH_DTYPES[dtype])
-    # peft asks, and adapts such layers then
+    # peft checks this before it adapts such layers
     setattr(model, "is_loaded_in_4bit" if kind == "nf4" else "is_loaded_in_8bit", True)
     return model
 
 
 def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> None:
-    """Replace the layers that transformers would replace with packed ones on `meta`."""
+    """Replace the layers that transformers would replace by packed ones on `meta`."""
     transformers = _imported("transformers", source)
     replacing = importlib.import_module("transformers.integrations.bitsandbytes")
     if kind == "nf4":
@@ -116,7 +116,7 @@ def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> Non
         )
     else:
         config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    # Modules that are not quantised, as transformers has them.
+    # Modules that transformers does not quantise.
     if isinstance(model, transformers.PreTrainedModel):
         quantizers = importlib.import_module("transformers.quantizers.base")
         keep = model._keep_in_fp32_modules
@@ -130,18 +130,18 @@ def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> Non
 
 
 class _NotOneByOneError(Exception):
-    """A model whose weights are not set one after the other, or are written to afterwards."""
+    """A model that does not set its weights one by one, or writes to them afterwards."""
 
 
 def packed_as_drawn(
     build: Callable[[], nn.Module], kind: Quantize, *, dtype: DType, seed: int, source: str
 ) -> nn.Module:
-    """The model of `build`, its weights packed as they are drawn; `quantized` ends it.
+    """The model of `build`, its weights packed as they are drawn; `quantized` completes it.
 
-    Call it in `seeded`, which puts the random states back that this sets.
-    A model without parameters tells which layers these are. Then each linear layer gives its
-    memory back as it is made, and gets some while transformers initialises it: the same numbers are
-    drawn in the same order. Where a model does otherwise, it is built as a whole.
+    Call it in `seeded`, which restores the random states set here. A model without parameters
+    identifies the layers. Then each linear layer frees its memory when made, and gets some while
+    transformers initialises it: the same numbers are drawn in the same order. Models that do
+    otherwise are built as a whole.
     """
     library = _imported("bitsandbytes", source)
     order: list[nn.Linear] = []
@@ -160,7 +160,7 @@ def packed_as_drawn(
     del sketch, before, left
     order.clear()
     try:
-        _begin(seed)  # whatever the sketch has drawn
+        _begin(seed)  # whatever the sketch drew
         return _drawn_one_by_one(build, library, kind, numbers, TORCH_DTYPES[dtype])
     except (_NotOneByOneError, RuntimeError):
         _begin(seed)
@@ -212,27 +212,27 @@ def _drawn_one_by_one(
 
 
 def _pack(library: Any, layer: Any, plain: nn.Module, kind: Quantize, dtype: torch.dtype) -> None:
-    """Give a new layer on `meta` the weight and bias of the plain one that it replaces."""
+    """Give a new layer on `meta` the weight and bias of the plain layer that it replaces."""
     weight: Any = plain.weight
-    if isinstance(weight, library.nn.Params4bit | library.nn.Int8Params):  # packed as it was drawn
+    if isinstance(weight, library.nn.Params4bit | library.nn.Int8Params):  # packed when drawn
         layer.weight = weight
     else:
-        if type(plain) is not nn.Linear:  # GPT-2's own class has them transposed
+        if type(plain) is not nn.Linear:  # GPT-2's own class transposes them
             weight = weight.T
         layer.weight = _packed(library, kind, weight.detach().to(dtype))
     name_scales(layer)
     if plain.bias is not None:
         bias: torch.Tensor = plain.bias.detach()  # type: ignore[operator]
-        # In 8 bits it is computed with in the dtype of what the layer gets, which is that of norms.
+        # In 8 bits the compute dtype is the layer's input's, which is that of norms.
         layer.bias = nn.Parameter(bias.to(dtype) if kind == "nf4" else bias, requires_grad=False)
     if kind == "nf4":
-        layer.weight.module = layer  # which gets the scales where the weight is moved
+        layer.weight.module = layer  # gets the scales when the weight is moved
     plain.weight = plain.bias = None  # type: ignore[assignment]
     layer.train(plain.training)
 
 
 def _packed(library: Any, kind: Quantize, values: torch.Tensor) -> nn.Parameter:
-    """A weight packed where its values are, with its scales."""
+    """A weight packed on its values' device, with its scales."""
     if kind == "nf4":
         usual = {"quant_type": kind, "compress_statistics": True}
         empty = library.nn.Params4bit(requires_grad=False, **usual)
@@ -243,10 +243,7 @@ def _packed(library: Any, kind: Quantize, values: torch.Tensor) -> nn.Parameter:
 
 
 def as_made(model: nn.Module, *, source: str) -> nn.Module:
-    """A factory's model: what waits for a device to be packed is packed, before any conversion.
-
-    ProtrainError where something of it was quantised in a way that no plan can follow.
-    """
+    """A factory's model, with waiting layers packed; ProtrainError for unsupported quantisers."""
     for _, layer in packed_layers(model):
         if not scales_of(layer) and layer.weight.is_floating_point():
             layer.weight = packed_like(layer.weight, layer.weight.data, eight=of_eight_bits(layer))
@@ -258,10 +255,10 @@ def as_made(model: nn.Module, *, source: str) -> nn.Module:
 def settled(
     model: nn.Module, *, dtype: torch.dtype, quantize: Quantize, adapter: str, source: str
 ) -> nn.Module:
-    """The model with its adapters, ready to be trained: see `settle_quantized`.
+    """The model with its adapters, ready for training: see `settle_quantized`.
 
     Adapters of packed weights are made in float32, and cast to `dtype` if they follow the base.
-    Raises ProtrainError for a quantised layer that no plan can follow.
+    ProtrainError for a quantised layer that no plan supports.
     """
     refuse_quantized(model, source=source)
     settle_quantized(model)
@@ -274,7 +271,7 @@ def settled(
 
 
 def drawn(layer: Any, *, std: float, device: torch.device) -> None:
-    """Give a layer whose packed weight is on `meta` one of random numbers, with its scales."""
+    """Draw random numbers for a packed weight on `meta`, with its scales."""
     eight = of_eight_bits(layer)
     like = layer.weight if eight else layer.weight.quant_state
     dtype = torch.float16 if eight else like.dtype
@@ -286,7 +283,7 @@ def drawn(layer: Any, *, std: float, device: torch.device) -> None:
 
 
 def _imported(name: str, source: str) -> Any:
-    """A library; ProtrainError that names the extra where it is missing."""
+    """A library; ProtrainError that names the extra if it is missing."""
     is_ours = name == "bitsandbytes"
     return library(
         name,

@@ -1,8 +1,8 @@
-"""`load_source`: a MODEL argument becomes something that builds the model and its batches.
+"""`load_source`: from a MODEL argument to a builder of the model and its batches.
 
-Either a Hugging Face configuration (`ConfigSource`), which is given random weights and fed with
-bytes of text, or the user's own code (`FactorySource`). Building is deterministic in the seed and
-leaves the global random states as they were.
+Either a Hugging Face configuration (`ConfigSource`), with random weights and bytes of text, or the
+user's own code (`FactorySource`). Building is deterministic in the seed and leaves the global
+random states unchanged.
 """
 
 import copy
@@ -60,17 +60,17 @@ from protrain_runtime.states.absent import without_parameters
 MAX_NUMBER = 2**31
 """The largest number of a configuration: tokens, positions, widths."""
 MAX_LAYERS = 480
-"""Layers of an encoder and of a decoder: together no more units than a record may have."""
+"""Most layers of an encoder or decoder: together at most a record's units."""
 _COUNTS: tuple[tuple[int, re.Pattern[str]], ...] = (
     (MAX_LAYERS, re.compile(r"(^|_)(n_?)?(layers?|depths?|blocks|stages)$")),
     (16_384, re.compile(r"(^|_)(experts?|heads?|groups?)$")),
 )
-"""The most of what is built one by one, by how keys that count it end."""
+"""Most items built one by one, by the endings of their counts' keys."""
 _MAX_DEPTH = 20
 
 
 def refuse_numbers(config: JsonObject, *, source: str) -> None:
-    """ProtrainError for a number that no model has: what is made of it could fill the memory."""
+    """ProtrainError for an implausible number, which could fill the memory."""
     waiting: list[tuple[str, object, int]] = [("", config, 0)]
     while waiting:
         key, value, depth = waiting.pop()
@@ -93,24 +93,23 @@ def refuse_numbers(config: JsonObject, *, source: str) -> None:
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A Hugging Face configuration, given random weights."""
+    """A Hugging Face configuration, with random weights."""
 
     name: str  # the MODEL argument
     config: JsonObject
-    mixed: ClassVar[torch.dtype | None] = None  # as of a factory
+    mixed: ClassVar[torch.dtype | None] = None  # as in a factory
 
     @property
     def model_config(self) -> str:
-        """For `Workload.model_config`: compact JSON that `load_source` reads again."""
+        """For `Workload.model_config`: compact JSON, readable by `load_source`."""
         return json.dumps(self.config, sort_keys=True, separators=(",", ":"))
 
     def build(self, workload: Workload, *, device: torch.device | str = "cpu") -> nn.Module:
         """The model on `device` in train mode, without a key-value cache, attention by sdpa.
 
-        The weights are drawn on `device` (a CPU takes a minute for a billion of them), and those
-        that are packed on the CPU; on `meta` none are drawn. ProtrainError where transformers is
-        missing or refuses the configuration, dtype and precision do not go together, or the
-        adapter does not fit.
+        Weights are drawn on `device` (a CPU takes a minute per billion), packed ones on the CPU; on
+        `meta` none are drawn. ProtrainError if transformers is missing or refuses the
+        configuration, dtype and precision are incompatible, or the adapter does not fit.
         """
         dtype, adapter, quantize = workload.dtype, workload.adapter, workload.quantize
         stored = parameter_dtype(dtype, workload.precision)
@@ -119,7 +118,7 @@ class ConfigSource:
         device = torch.device(device)
         on_meta = device.type == "meta"
         home = torch.device("cpu") if quantize and not on_meta else device
-        torch.empty(0, device=home)  # starts an accelerator, whose random state `seeded` puts back
+        torch.empty(0, device=home)  # starts an accelerator, whose random state `seeded` restores
 
         def plain() -> nn.Module:
             made: nn.Module = model_class._from_config(
@@ -138,7 +137,7 @@ class ConfigSource:
                         else plain()
                     )
             except (ProtrainError, DataDependentOutputException, DynamicOutputShapeException):
-                raise  # the latter are of fake tensors: the configuration is not at fault
+                raise  # those are about fake tensors: not the configuration's fault
             except Exception as error:  # a modelling file may fail in any way
                 raise self._refused(error) from error
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
@@ -153,11 +152,11 @@ class ConfigSource:
     def batches(
         self, workload: Workload, *, text: Path | None = None, device: torch.device | str = "cpu"
     ) -> Iterator[Batch]:
-        """Endless batches of what the architecture takes: see `inputs`.
+        """Endless batches for the architecture: see `inputs`.
 
         For a language model {"input_ids", "labels"}, both int64 [batch_size, seq_len]. Features
-        that are no tokens are in the dtype of the parameters. ProtrainError where no batches are
-        known for the architecture, it has fewer than 256 tokens, or fewer positions than `seq_len`.
+        other than tokens are in the parameters' dtype. ProtrainError if no batches are known for
+        the architecture, it has fewer than 256 tokens, or fewer positions than `seq_len`.
         """
         stored = parameter_dtype(workload.dtype, workload.precision)
         config, model_class = self._config_and_class()
@@ -182,14 +181,14 @@ class ConfigSource:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """ProtrainError for what a number of the configuration leads to, such as a size of 0."""
+        """ProtrainError for effects of a configuration's number, such as a size of 0."""
         try:
             yield
         except (AttributeError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
             raise self._refused(error) from error
 
     def _config_and_class(self) -> tuple[Any, Any]:
-        """Both of transformers; ProtrainError where it is missing, or refuses the configuration."""
+        """Both from transformers; ProtrainError if it is missing, or refuses the configuration."""
         transformers = library(
             "transformers",
             "a Hugging Face configuration needs the package transformers",
@@ -210,8 +209,8 @@ class ConfigSource:
             )
         try:
             config = transformers.AutoConfig.for_model(model_type, **values, use_cache=False)
-            config.get_text_config().use_cache = False  # with a tower for images, too
-        except Exception as error:  # its validators raise classes of their own
+            config.get_text_config().use_cache = False  # with an image tower, too
+        except Exception as error:  # its validators raise their own classes
             if model_type not in transformers.CONFIG_MAPPING:
                 raise ProtrainError(
                     f"transformers {transformers.__version__} has no architecture"
@@ -241,7 +240,7 @@ class ConfigSource:
         named = architectures or [found for found in every if found]
         found = None
         if named:
-            with suppress(Exception):  # a class whose own packages are missing
+            with suppress(Exception):  # a class with missing packages
                 found = getattr(transformers, named[0], None)
         if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
             raise ProtrainError(
@@ -258,14 +257,14 @@ class ConfigSource:
 
 
 _SHARE_OF_FREE_MEMORY = 0.5
-"""For a model that is built to see its batches alone; as much may go into the batches."""
+"""For a model built only to see its batches; batches may take as much."""
 
 
 class FactorySource:
     """`package.module:factory`: the user's function returns (module, iterable of batches).
 
-    The working directory is searched for the package first. `path/to/file.py:factory` runs a file,
-    such as a training script. What `batches` is asked for does not change the user's batches.
+    The working directory is searched first. `path/to/file.py:factory` runs a file, such as a
+    training script. Arguments of `batches` do not change the user's batches.
     """
 
     model_config = ""
@@ -275,15 +274,14 @@ class FactorySource:
         self._factory = imported(name)
         self._data: tuple[int, Iterable[object]] | None = None  # of the last build: seed, batches
         self.mixed: torch.dtype | None = None
-        """The dtype of most bytes in a model of several: its tensors keep their own."""
+        """The dtype of most bytes in a mixed model: its tensors keep their own."""
 
     def build(self, workload: Workload, *, device: torch.device | str = "cpu") -> nn.Module:
-        """The factory's model in train mode, with its adapter, and quantised where that is asked.
+        """The factory's model in train mode, with its adapter, quantised on request.
 
-        Floating-point parameters and buffers are in the dtype that `precision` gives them; those
-        of a model that comes in several dtypes stay as they are, and so do its batches.
-        ProtrainError where dtype and precision do not go together, the adapter does not fit, or
-        the factory has quantised weights in a way that no plan can follow.
+        Floating-point parameters and buffers get `precision`'s dtype; a mixed model and its batches
+        stay unchanged. ProtrainError if dtype and precision are incompatible, the adapter does not
+        fit, or no plan supports the factory's quantised weights.
         """
         dtype, adapter, quantize = workload.dtype, workload.adapter, workload.quantize
         stored = parameter_dtype(dtype, workload.precision)
@@ -305,15 +303,15 @@ class FactorySource:
         text: Path | None = None,  # noqa: ARG002 (the signature of every source)
         device: torch.device | str = "cpu",
     ) -> Iterator[Batch]:
-        """The factory's batches on `device`; again from the start, unless they are an iterator.
+        """The factory's batches on `device`; restarted, unless they are an iterator.
 
-        Floating-point tensors are in the dtype of the parameters, where these have one. Before
-        `build`, the factory is run without memory for its model's parameters, if it can be.
-        ProtrainError where it cannot and the model would take half of the host's free memory.
+        Floating-point tensors are in the parameters' dtype, if there is one. Before `build`, the
+        factory runs without memory for its model's parameters, if possible. ProtrainError if not,
+        and the model would take half of the host's free memory.
         """
         stored, seed = parameter_dtype(workload.dtype, workload.precision), workload.seed
         if self._data is None or self._data[0] != seed:
-            return_freed_memory()  # else the allocator keeps the room of parameters that are gone
+            return_freed_memory()  # else the allocator keeps freed parameters' memory
             try:
                 with without_parameters(adapters=False):
                     data = self._made(seed)[1]
@@ -362,7 +360,7 @@ class FactorySource:
 
 
 def _again_and_again(data: Iterable[object]) -> Iterator[object]:
-    """The batches, from the start again after the last one; once where `data` is an iterator."""
+    """The batches, restarting after the last one; once if `data` is an iterator."""
     ends = False
     while not ends:
         batches, ends = iter(data), True
@@ -377,11 +375,10 @@ ModelSource = ConfigSource | FactorySource
 def load_source(model: str, *, model_config: str = "") -> ModelSource:
     """The source that a MODEL argument names.
 
-    A preset's name, the path of a config.json (or of the folder with it), or a factory in a module
-    or in a file: `package.module:factory`, `path/to/file.py:factory`. With `model_config`, the JSON
-    of a record's `Workload.model_config`, the configuration comes from there: a profile can be used
-    where the file is not.
-    ProtrainError, with the nearest preset names, where there is no such model.
+    A preset's name, the path of a config.json (or its folder), or a factory in a module or a file:
+    `package.module:factory`, `path/to/file.py:factory`. With `model_config`, the JSON of a record's
+    `Workload.model_config`, the configuration comes from there: a profile works without the file.
+    ProtrainError, with the nearest preset names, for an unknown model.
     """
     config = parse_config(model_config, where=model) if model_config else read_config(model)
     if config is not None:

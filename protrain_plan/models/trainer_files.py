@@ -1,8 +1,8 @@
 """Configuration files of trainers, read as options of `fit` and `plan`. No torch, no network.
 
-`trainers.yaml` has a table for each trainer: a key of its files states a fact, which is read in one
-way, and `_OPTIONS` makes the options of facts. What no table names, and what the options cannot
-say, is one error: an answer is never for something else.
+`trainers.yaml` has a table per trainer: each key of its files states a fact, read in one way, and
+`_OPTIONS` turns facts into options. Unknown keys, and settings without an option, are one error: an
+answer is never for something else.
 """
 
 import json
@@ -38,7 +38,7 @@ _PLACEHOLDER = re.compile(r"auto|.*(\$\{|\{\{).*", re.S)  # a trainer or a templ
 
 
 class _WrongError(Exception):
-    """A value that no option says: what was expected, and whether the type is wrong, too."""
+    """A value without an option: the expected one, and whether the type is wrong, too."""
 
     def __init__(self, expected: str, is_slip: bool = True) -> None:
         super().__init__(expected)
@@ -46,7 +46,7 @@ class _WrongError(Exception):
 
 
 def _plain(odd: Odd) -> Any:
-    """The value as a trainer's own parser has it; what JSON has not as a text."""
+    """The value as the trainer's parser reads it; as text if not JSON."""
     with suppress(ValueError):  # thousands of digits
         read = yaml.safe_load(odd.text)
         return odd.text if str(read) in ("inf", "-inf", "nan") else read
@@ -66,7 +66,7 @@ def _typed(kind: type, expected: str, value: Any) -> Any:
 
 
 def _number(value: Any, expected: str = "a number") -> float:
-    """A number, as a text too: `1e-1` is one in YAML 1.1, and trainers make it a number."""
+    """A number, also as text: `1e-1` is text in YAML 1.1, and trainers convert it."""
     try:
         return float("" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
@@ -90,7 +90,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _one_of(meanings: Mapping[Any, Any], value: Any) -> Any:
-    """The meaning of a value; a flag is not taken for a number, and `off` is any that is off."""
+    """The meaning of a value; flags are not numbers, and `off` is any false value."""
     if "off" in meanings and _is_off(value):
         return meanings["off"]
     for word, meaning in meanings.items():
@@ -132,13 +132,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Format(SimpleNamespace):
-    """A trainer's files, with the entries that `trainers.yaml` describes.
-
-    `keys` has the fact that each key states, and how its value is read.
-    """
+    """A trainer's file format from `trainers.yaml`; `keys` map to facts and parsers."""
 
     def key_of(self, fact: str) -> str | None:
-        """The key that says a fact in such files."""
+        """The key for a fact in these files."""
         return next((key for key, (stated, _) in self.keys.items() if stated == fact), None)
 
     def read(self, key: str, value: object) -> dict[str, Any]:
@@ -148,7 +145,7 @@ class Format(SimpleNamespace):
         return read if isinstance(read, dict) else {fact: read}
 
     def list_of(self, key: str, value: object) -> str:
-        """The list of `TrainerFile` that a key with a value belongs in."""
+        """The list of `TrainerFile` for a key with a value."""
         if key in self.keys and value is not None:
             return "understood"
         harmless = value is None or repr(value) in map(repr, self.harmless.get(key, ()))
@@ -164,12 +161,12 @@ class Format(SimpleNamespace):
 
 
 def _matches(patterns: str, key: str) -> bool:
-    """Whether one of the patterns, between which are spaces, is of the whole key."""
+    """Whether one of the space-separated patterns matches the whole key."""
     return re.fullmatch("|".join(patterns.split()), key) is not None
 
 
 def _formats() -> Iterator[Format]:
-    """The tables, with what each takes over of the one that it is like; its own come first."""
+    """The tables, each with inherited keys; its own come first."""
     tables: dict[str, dict[str, Any]] = {}
     for name, own in _TABLES["formats"].items():
         like = tables.get(own.get("like"), {})
@@ -188,7 +185,7 @@ FORMATS = sorted((one for one in _formats() if one.marks), key=lambda one: int(o
 
 
 def is_trainer_file(path: str) -> bool:
-    """Whether a MODEL argument is such a file: any YAML, and JSON with keys of a trainer."""
+    """Whether a MODEL argument is a trainer's file: any YAML, and JSON with a trainer's keys."""
     suffix = Path(path).suffix.lower()
     if suffix != ".json" or not Path(path).is_file():
         return suffix in (".yaml", ".yml")
@@ -198,11 +195,11 @@ def is_trainer_file(path: str) -> bool:
 
 
 def _nodes(path: str) -> dict[str, Document]:
-    """The values by key; those of mappings besides, by `key.inner`."""
+    """The values by key; nested ones by `key.inner`."""
     text = read_text(path)
     if Path(path).suffix.lower() == ".json":
         parsed_json(text, path)
-        text = text.replace("\t", " ")  # blanks of JSON, but none of YAML
+        text = text.replace("\t", " ")  # blanks in JSON, but not in YAML
     found: dict[str, Document] = {}
     waiting = [parsed(text, path)]
     while waiting:
@@ -214,7 +211,7 @@ def _nodes(path: str) -> dict[str, Document]:
 
 
 def _format_of(path: str, keys: Set[str]) -> Format:
-    """The format with such keys that no other one comes before."""
+    """The first format with such keys."""
     for marks, problem, fix in _TABLES["refused"]:
         if not keys.isdisjoint(marks):
             raise ProtrainError(problem, source=path, fix=fix)
@@ -238,13 +235,12 @@ def _format_of(path: str, keys: Set[str]) -> Format:
 class TrainerFile:
     """A trainer's file: its settings as `options`, and its keys in lists.
 
-    `understood` are those that became options, and `by_default` what the trainer takes where the
-    file is silent. `decided` is what the plan decides in its place, `ignored` what takes no memory
-    of a step. Options that are `given` are not asked of the file, and so a `model`.
+    `understood` became options, and `by_default` are the trainer's defaults. `decided` keys are the
+    plan's decisions, `ignored` ones take no memory of a step. `given` options, perhaps the `model`,
+    are not read from the file.
 
-    ProtrainError for a file of no known trainer or of several, for keys that are not understood,
-    for a value that no option says, and for what an answer needs and neither the file nor its
-    trainer's default says.
+    ProtrainError for an unknown or ambiguous trainer, unknown keys, values without an option, and
+    missing facts that have no default.
     """
 
     def __init__(self, path: str, *, given: Collection[str] = (), model: str | None = None) -> None:
@@ -253,7 +249,7 @@ class TrainerFile:
         self.facts: dict[str, Any] = dict.fromkeys(_FACTS) | self.format.assumed
         for key, value in self.format.defaults.items():
             self.facts |= self.format.read(key, value)
-        self._places: dict[str, Document] = {}  # of facts that the file states
+        self._places: dict[str, Document] = {}  # of facts in the file
         names = ("understood", "decided", "ignored", "unclear", "in its keys")
         lists: dict[str, dict[str, object]] = {name: {} for name in names}
         self.understood, self.decided, self.ignored, unclear, _ = lists.values()
@@ -263,12 +259,12 @@ class TrainerFile:
                 lists[self.format.list_of(key, value)][key] = value
                 if key in self.understood:
                     self._state(key, value, node)
-                elif key in self.format.nulls:  # it has no default, as others have
+                elif key in self.format.nulls:  # no default, unlike others
                     self.facts[self.format.keys[key][0]] = None
         if unclear:
             raise _not_understood(path, list(unclear))
         if self.facts["bf16"] == "auto" and self.facts["fp16"]:
-            self.facts["bf16"] = None  # else it is on: all devices here have it
+            self.facts["bf16"] = None  # else it is on: all devices here support it
         for option, when, fact, problem, fix in _TABLES["checks"]:
             holds = (bool(self.facts[one.strip("-")]) != ("-" in one) for one in when.split())
             if option not in given and all(holds):
@@ -286,7 +282,7 @@ class TrainerFile:
         }
 
     def _state(self, key: str, value: object, node: Document) -> None:
-        """Take the facts that a key states in this file."""
+        """Add the facts of a key in this file."""
         fact = self.format.keys[key][0]
         try:
             found = self.format.read(key, value)
@@ -306,17 +302,17 @@ class TrainerFile:
             self._places |= dict.fromkeys(found, node)
 
     def option_of(self, key: str) -> str:
-        """The option that a key became; empty where that is the default."""
+        """The option from a key; empty if it is the default."""
         return self._words(_FACTS[self.format.keys[key][0]][1])
 
     @property
     def command(self) -> str:
-        """The model and its options as they are typed."""
+        """The model and its options as typed."""
         options = (self._words(option) for option in self.options if option != "model")
         return " ".join((str(self.options["model"]), *options))
 
     def _words(self, option: str) -> str:
-        """An option with its value, as it is typed; empty where it is not given."""
+        """An option with its value, as typed; empty if not given."""
         value = self.options.get(option)
         if value is None or value is True:
             return _flag(option) if value else ""
@@ -324,19 +320,19 @@ class TrainerFile:
 
     @property
     def shards(self) -> list[str]:
-        """The keys that turn on ZeRO or FSDP, whose masters are of float32."""
+        """The keys that turn on ZeRO or FSDP, with float32 masters."""
         said = self.facts["sharded"]
         return [key for key in self.format.shards if said or self.decided.get(key)]
 
     def error(self, fact: str, problem: str, fix: str | None = None) -> ProtrainError:
-        """An error at the key that states a fact, or that would."""
+        """An error at the present or possible key of a fact."""
         fix = fix or _fix(fact)
         if fact in self._places:
             return self._places[fact].error(problem, fix)
         return ProtrainError(problem, source=self.path, key=self.format.key_of(fact), fix=fix)
 
     def needed(self, fact: str) -> Any:
-        """A fact that an answer cannot do without."""
+        """A fact that an answer requires."""
         if self.facts[fact] is None:
             raise self.error(fact, f"the file does not say {_FACTS[fact][2]}")
         return self.facts[fact]
@@ -355,14 +351,14 @@ def _not_understood(path: str, keys: list[str]) -> ProtrainError:
 
 
 def _fix(fact: str) -> str | None:
-    """The fix of a value that no option says."""
+    """The fix for a value without an option."""
     option = _FACTS[fact][1]
     fix: str | None = _TABLES["fixes"].get(fact)
     return fix or (f"say it with {_flag(option)}" if option in _OPTIONS else None)
 
 
 def _flag(option: str) -> str:
-    """An option as it is typed: `--seq-len`."""
+    """An option as typed: `--seq-len`."""
     return "--" + option.replace("_", "-")
 
 
@@ -396,7 +392,7 @@ def _precision(file: TrainerFile) -> str:
     facts, table = file.facts, file.format
     sharded = table.sharded if file.shards and not facts["adapters"] else ""
     halves = facts["bf16"] or facts["fp16"]
-    if table.key_of("loaded") and not sharded:  # of which masters are made in any case
+    if table.key_of("loaded") and not sharded:  # with masters in any case
         halves = halves and file.needed("loaded") == "float32"
     if facts["pure"] or not (halves or table.base):  # all in one dtype
         return "pure"

@@ -1,4 +1,4 @@
-"""Answers of planning: a plan with its proof, or why there is none and what would help."""
+"""Answers of planning: a plan with its proof, or the reason that there is none, and remedies."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,15 +9,15 @@ from protrain_runtime.contract.records.plan import Plan
 Status = Literal["optimal", "feasible"]
 
 STAGES = "stages"
-"""The solver of plans that were chosen among numbers of stages."""
+"""The solver of plans chosen among numbers of stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """A number of replicas, and what was found out of it.
+    """A number of replicas, and the result for it.
 
-    `step_seconds` is None where no plan was made. So is `lower_bound_seconds` where none fits;
-    otherwise no plan with so many replicas is faster.
+    `step_seconds` is None without a plan, and so is `lower_bound_seconds` if none fits; otherwise
+    it bounds every plan with this number.
     """
 
     number: int
@@ -27,7 +27,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchStage:
-    """The end of a stage of a search: the best step so far and the bound, in seconds."""
+    """The end of a search stage: the best step so far and the bound, in seconds."""
 
     stage: str
     step_seconds: float
@@ -38,14 +38,12 @@ class SearchStage:
 class Solved:
     """A plan that meets the budgets.
 
-    gap            step_seconds / lower_bound_seconds - 1 of the plan's prediction
-    status         "optimal" where the gap is at most the one asked for, else "feasible"
-    stall_seconds  simulated time in which compute waits for transfers
-    solve_seconds  those of the search; where the plan was `kept`, of the one that found it
-    replicas       the numbers of replicas that the plan's was chosen from; none where it was given
-    seconds_without_disk  of the fastest plan found that does without the disk, where one was asked
-                   for and fits
-    search         the stages that ran, in order
+    gap            step_seconds / lower_bound_seconds - 1 of the plan's prediction status
+    "optimal" if the gap is at most the requested one, else "feasible" stall_seconds  simulated time
+    in which compute waits for transfers solve_seconds  of the search; if the plan was `kept`, of
+    the original search replicas       the candidates for the plan's number of replicas; none if
+    given seconds_without_disk  of the fastest plan found without the disk, if requested and
+    feasible search         the stages that ran, in order
     """
 
     plan: Plan
@@ -61,7 +59,7 @@ class Solved:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether the plan keeps anything on the disk."""
+        """Whether the plan keeps anything on disk."""
         return self.plan.prediction.peak_bytes.disk > 0
 
 
@@ -70,10 +68,10 @@ class Infeasible:
     """No plan meets the budgets.
 
     The leanest plan within the other tiers' budgets needs `smallest_budget_bytes` of `tier`,
-    counted like the budget itself (for the device: the context included). On the device that plan
-    is tightest in `slot`, where `occupants` stand: bytes by kind, the context among them. No plan
-    at all works below `proven_budget_bytes`. The largest batch and the largest sequence that fit
-    are for the profile in proportion; `None` where none fits, or where it was not asked.
+    counted like the budget (for the device: context included). On the device its peak is in `slot`,
+    with `occupants`: bytes by kind, the context included. No plan at all works below
+    `proven_budget_bytes`. The largest batch and sequence that fit are for the profile scaled in
+    proportion; `None` if none fits, or not requested.
     """
 
     tier: Literal["device"] | TierName

@@ -380,10 +380,7 @@ def _megatron_text(config: Config) -> str:
 
 
 def _megatron_layout(plan: Plan) -> str:
-    """Every stage's layers: E is the embedding, t a block, L the loss; parts are in model order.
-
-    It is written out (`Ett|tt`, not `Et*2|t*2`), so that a shell finds nothing to expand in it.
-    """
+    """Every stage's layers (E: embedding, t: block, L: loss), spelled out for shells."""
     letters = {plan.units[0].name: "E"} | {unit.name: "t" for unit in _all_blocks(plan)}
     return "|".join("".join(letters.get(unit.name, "L") for unit in one) for one in _parts(plan))
 

@@ -246,10 +246,7 @@ def _rate(per_s: float, unit: str = "B/s") -> str:
 
 
 def machine_text(machine: Hardware, *, written: Path | None = None) -> RenderableType:
-    """Return what `protrain hardware show` prints, and `probe` of what it has written.
-
-    Every number by its name in the file, which `sources` speak of, too.
-    """
+    """The text of `protrain hardware show`: every number, by its name in the file."""
     record = asdict(machine)
     tiers = {tier.pop("name"): tier for tier in record.pop("tiers")}
     record = {"device": record.pop("device"), "rates": record.pop("rates"), **tiers, **record}

@@ -1,1 +1,1 @@
-"""Model -> Profile: what every unit costs in bytes and seconds."""
+"""Model -> Profile: every unit's bytes and seconds."""

@@ -1,4 +1,4 @@
-"""A frozen model beside the one that is trained: a teacher, or the reference of a preference."""
+"""A frozen model beside the trained one: a teacher, or a preference's reference."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -7,13 +7,13 @@ from protrain_runtime.contract.records.profile import Beside, Profile
 
 
 def with_beside(profile: Profile, other: Profile) -> Profile:
-    """The profile with the frozen model of another one on its device.
+    """The profile with another profile's frozen model on its device.
 
     bytes = weights + base + max over units u of (level(u - 1) + forward_peak(u))
 
-    in every slot, levels and peaks being those of the forms that hold the least: a forward without
-    gradients holds no more, and what the loss takes of its outputs stands until backward ends.
-    seconds = the forwards of all its units, before that of the first unit.
+    in every slot, with levels and peaks of the leanest forms: a forward without gradients holds no
+    more, and its outputs for the loss stay until backward ends. seconds = the forwards of all its
+    units, before the first unit's.
     """
     lean = [
         min(unit.forms, key=lambda f: (f.kept_bytes, f.forward_peak_bytes)) for unit in other.units
@@ -27,7 +27,7 @@ def with_beside(profile: Profile, other: Profile) -> Profile:
         forward_s=sum(unit.cost("keep").forward_s for unit in other.units),
     )
     launch_s = sum(unit.cost("keep").forward_launch_s for unit in other.units)
-    first, *others = profile.units  # whose forward begins later, in any form
+    first, *others = profile.units  # its forward begins later, in any form
     forms = (
         replace(
             form,

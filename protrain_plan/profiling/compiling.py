@@ -1,7 +1,4 @@
-"""The work of PyTorch's compiler in this process: graphs, seconds, and hits of its cache.
-
-PyTorch counts all three (`torch._dynamo.utils`), for every caller of `torch.compile`.
-"""
+"""PyTorch's compiler in this process: graphs, seconds, cache hits, for all callers."""
 
 import sys
 from contextlib import AbstractContextManager
@@ -14,16 +11,16 @@ from protrain_runtime.contract.units import four_digits
 
 
 class Compiled(NamedTuple):
-    """The compilations since the process began."""
+    """Compilations since the process began."""
 
-    num_graphs: int = 0  # forwards; one that trains has a backward besides
+    num_graphs: int = 0  # forwards; training adds a backward
     seconds: float = 0.0
-    cached: int = 0  # programs of Inductor's, forward or backward, that its cache had
-    made: int = 0  # and those that it had not
+    cached: int = 0  # Inductor's programs, forward or backward, found in its cache
+    made: int = 0  # and those compiled
 
 
 def compiled_so_far() -> Compiled:
-    """The totals of this process. Loads no compiler."""
+    """This process's totals. Loads no compiler."""
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is None:
         return Compiled()
@@ -37,7 +34,7 @@ def compiled_so_far() -> Compiled:
 
 
 def compilation_since(before: Compiled) -> Compilation | None:
-    """Return the compilations since then; None where nothing was compiled."""
+    """The compilations since `before`; None without any."""
     now = compiled_so_far()
     num_graphs, cached = now.num_graphs - before.num_graphs, now.cached - before.cached
     made = now.made - before.made
@@ -51,6 +48,6 @@ def compilation_since(before: Compiled) -> Compilation | None:
 
 
 def compiled_whole() -> AbstractContextManager[None]:
-    """Compile blocks inside DistributedDataParallel whole, as a plan does: cuts change bits."""
+    """Compile blocks inside DistributedDataParallel whole, as plans do: cuts change bits."""
     whole: AbstractContextManager[None] = torch._dynamo.config.patch(optimize_ddp=False)
     return whole

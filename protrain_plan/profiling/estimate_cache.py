@@ -1,11 +1,11 @@
-"""Estimates that were made before: files in the user's cache folder, named after the questions.
+"""Cached estimates: files in the user's cache folder, named after their questions.
 
-[Note: what is kept] Estimates and fingerprints of models whose code is that of installed libraries:
-presets and configurations that transformers builds. What a factory's code depends on is not known,
-so nothing of it is kept. Neither are estimates for a CPU, whose kernels may have been measured on
-the processor at hand. A profile that is read has to answer the question that it is read for.
+[Note: what is kept] Estimates and fingerprints of models from installed libraries' code: presets
+and configurations that transformers builds. A factory's code has unknown dependencies: it is not
+cached. Nor are estimates for a CPU, whose kernels may be measured on the present processor. A
+profile that is read must answer its question.
 
-`kept` says what else the names hold, and who is believed.
+`cache` says what else the names contain, and whose files are trusted.
 """
 
 import json
@@ -22,14 +22,14 @@ from protrain_runtime.contract.records.profile import Profile, Workload
 _LIBRARIES = ("torch", "transformers")
 _OPTIONAL = ("peft", "accelerate", "bitsandbytes", "numpy", "kernels")
 _SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
-"""How the names of environment variables begin that libraries may compute by."""
+"""Prefixes of environment variables that may change libraries' results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
-    """A question to estimates, without the machine."""
+    """A question for estimates, without the machine."""
 
-    workload: Workload  # with the configuration as it is now, and nothing that is for measuring
+    workload: Workload  # with the present configuration, without settings for measuring
     optimizer: str
     allow: tuple[str, ...] = ()
 
@@ -37,9 +37,9 @@ class EstimateRequest:
     def of(
         workload: Workload, optimizer: str, config: JsonObject | None, allow: tuple[str, ...] = ()
     ) -> "EstimateRequest | None":
-        """The question about a workload's model as its configuration is now.
+        """The question about a workload's model with its present configuration.
 
-        None where code may run that is no installed library's: see [Note: what is kept].
+        None if code outside installed libraries may run: see [Note: what is kept].
         """
         if config is None or _names_code(config) or ":" in optimizer:
             return None
@@ -48,7 +48,7 @@ class EstimateRequest:
         return EstimateRequest(workload=asked, optimizer=optimizer, allow=allow)
 
     def is_answered_by(self, profile: Profile) -> bool:
-        """Whether an estimate is of this question."""
+        """Whether an estimate answers this question."""
         config = json.loads(profile.workload.model_config or "null")
         asked = EstimateRequest.of(
             profile.workload, profile.optimizer.name, config, profile.allowed
@@ -66,13 +66,13 @@ def _names_code(value: object) -> bool:
 
 
 class EstimateCache(Kept):
-    """Estimates and fingerprints that were made before."""
+    """Cached estimates and fingerprints."""
 
     def __init__(self, *, off: bool = False) -> None:
         super().__init__("estimates", _LIBRARIES, _OPTIONAL, _SETTINGS, off=off)
 
     def fingerprint(self, question: EstimateRequest) -> str | None:
-        """The fingerprint of the question's model, None where it is not known."""
+        """The fingerprint of the question's model; None if unknown."""
         found = self._read(_named(question, "fingerprint"))
         return found if found and re.fullmatch(r"sha256:[0-9a-f]{16,64}", found) else None
 
@@ -81,7 +81,7 @@ class EstimateCache(Kept):
         self._write(_named(question, "fingerprint"), fingerprint)
 
     def tally(self, question: EstimateRequest) -> Tally | None:
-        """The estimate for every machine with a card, None where it is not known."""
+        """The estimate for every machine with a card; None if unknown."""
         text = self._read(_named(question, "tally"))
         with suppress(RecordError):
             tally = None if text is None else loads_tally(text)

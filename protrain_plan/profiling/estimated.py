@@ -1,17 +1,16 @@
-"""`tallies`: profiles of a model on machines that are not there, from fake tensors.
+"""`tallies`: profiles of a model on absent machines, from fake tensors.
 
-Bytes come from the model's own code, run through the functions of a measured profile; seconds from
-the machine's rates. What a CUDA device does otherwise than the CPU kernels that fake tensors go
-through has been read and not tried:
+Bytes come from the model's own code, run through a measured profile's functions; seconds from the
+machine's rates. Differences of CUDA devices from the CPU kernels of fake tensors were read, not
+tested:
 
 - Dropout keeps a mask of one byte per element there, and one in the values' dtype here.
 - Attention with a mask, or in float32, saves sums padded to 32 rows, which is not counted.
-- The matrix library keeps workspaces in the allocator: counted in `fixed_bytes`
-  (`library_bytes`).
-- The allocator's segments are larger than what it gives out of them: nothing is held back for that.
+- The matrix library keeps workspaces in the allocator: counted in `fixed_bytes` (`library_bytes`).
+- The allocator's segments exceed its allocations: nothing is held back for that.
 
-Of other accelerators nothing was read: their models are to be profiled where they run. So are those
-of processors that are no x86 ones, unless they are at hand.
+Other accelerators were not read: their models must be profiled there, as on processors other than
+x86, unless present.
 """
 
 from collections.abc import Sequence
@@ -45,7 +44,7 @@ from protrain_runtime.diagnostics.matching import model_fingerprint, model_tenso
 from protrain_runtime.states.update_rules import UpdateRules
 
 _OTHER_PROCESSORS = ("aarch64", "arm64", "ppc64le", "s390x", "riscv64", "loongarch64")
-"""Names that `processor_name` gives to those that are no x86 ones."""
+"""`processor_name`s of processors other than x86."""
 
 
 def tallies(
@@ -55,11 +54,10 @@ def tallies(
     machines: Sequence[Hardware],
     **options: Unpack[Options],
 ) -> list[Tally]:
-    """A tally per machine; those that allocate alike share one, and one run of the model's code.
+    """A tally per machine; machines that allocate alike share one, and one run of the model's code.
 
-    A tally on its machine is the profile that `measured.measure` would make there, as far as can be
-    known. ProtrainError where a machine has no rates, the model cannot be built, or its code looks
-    at values of tensors.
+    A tally on its machine is the expected result of `measured.measure` there. ProtrainError if a
+    machine has no rates, the model cannot be built, or its code reads tensors' values.
     """
     for machine in machines:
         refuse_unknown(machine)
@@ -76,7 +74,7 @@ def tallies(
 
 
 def refuse_unknown(machine: Hardware) -> None:
-    """ProtrainError where no model's bytes can be estimated for a machine from here."""
+    """ProtrainError if no model's bytes can be estimated for a machine from here."""
     if machine.device.kind not in DEVICE_TYPES:
         raise ProtrainError(
             f"what operators take on devices of type '{machine.device.kind}' is unknown, so that"
@@ -113,7 +111,7 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
         )
     progress("reading a batch", 0.0)
     loaded = Loaded() if kind == "cpu" else None
-    # Held while bytes are counted: what it keeps of a batch is memory in a run, too.
+    # Held while bytes are counted: references to a batch take memory in a run, too.
     batches = source.batches(workload, text=options.get("text"))
     given = first_of(batches, source=source.name)
     data_bytes = 0 if loaded is None else loaded.num_bytes(given)
@@ -123,7 +121,7 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
         steps.append(OperatorLog())
         return FakeMeter(allocator, steps[-1])
 
-    # Nothing is compiled for an estimate: what is a part of a graph is not known.
+    # Estimates compile nothing: parts of a graph are unknown.
     allowed = tuple(
         form
         for form in allowed_forms(options.get("allow", ()), compiled=bool(workload.compile))
@@ -137,10 +135,10 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
     sparse = frozenset(unit.name for unit in units if unit.stays == SPARSE)
     in_order = ("keep", *names_of("blocks"), *names_of("last part"))
     tried = (form for form in in_order if form in allowed)
-    logs = dict(zip(tried, steps, strict=False))  # mixtures come after
+    logs = dict(zip(tried, steps, strict=False))  # mixtures follow
     if allocator.python_scalars:
         # A partial form runs under a dispatch mode, where a Python number becomes a tensor twice.
-        # One more in the forward peak is an upper bound: not every peak is at such an operator.
+        # Adding one to the forward peak is an upper bound: not every peak is at such an operator.
         units = [
             replace(
                 unit,
@@ -157,7 +155,7 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
     refuse_sparse(sparse, optimizer, workload)
     cost = optimizer_cost(model, workload, optimizer, device=None, sparse=bool(sparse))
     ran = sketch.block_classes.representatives
-    # The last mark follows the slots. Earlier steps, of a model with a state, have no last mark.
+    # The last mark follows the slots. Earlier steps, of a stateful model, have no last mark.
     work = {form: log.slots[-2 * len(units) - 1 :] for form, log in logs.items()}
     profile = Profile(
         workload=workload,
@@ -169,7 +167,7 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
         units=told_of_steps(without_falls(filled(units, sketch.block_classes)), workload, cost),
         tensors=tensors,
         fixed_bytes=sketch.fixed_bytes + library_bytes(machine.device),
-        # Those of a unit that ran count for all of its class.
+        # A unit that ran counts for all of its class.
         model_flops=sum(
             sum(one.model_flops for one in work["keep"][slot])
             for unit in ran
@@ -185,15 +183,15 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
 def _update_work(rules: UpdateRules, workload: Workload, optimizer: str) -> UpdateWork:
     """Bytes that a step moves.
 
-    In host memory, what the device copies of each parameter meanwhile takes bytes of the same
-    memory: its gradient, and itself for forward and for backward.
+    In host memory, the device's copies of each parameter use the same bandwidth: its gradient, and
+    itself for forward and for backward.
     """
     stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
     stored = parameter_dtype(workload.dtype, workload.precision)
     moved = 2.0 * stepped.itemsize + stored.itemsize  # read, written; the gradient
     moved += 2 * rules.of(stepped).element_bytes
     if stored != stepped:
-        moved += stored.itemsize  # the parameters that the model computes with
+        moved += stored.itemsize  # the parameters in the compute dtype
     return UpdateWork(
         device_bytes=moved, host_bytes=moved + 3 * stored.itemsize, host_share=host_share(optimizer)
     )

@@ -1,4 +1,4 @@
-"""`measure`: a profile of a model on the device that it runs on."""
+"""`measure`: a profile of a model on its device."""
 
 import statistics
 import time
@@ -95,13 +95,13 @@ def measure(
     disk_watch: Watch = BRIEF,
     **options: Unpack[Options],
 ) -> Profile:
-    """Build the model, run it, and write down what it costs.
+    """Build the model, run it, and record its costs.
 
-    A model that would take too much of the device's free memory is measured unit by unit (see
-    `unit_by_unit`), and others too where that is asked for. The record says whether PyTorch was set
-    to use deterministic kernels only. `machine` is this one, where it was probed before; else its
-    disk is written for as long as `disk_watch` says before it is measured. ProtrainError where the
-    device is not there, the model cannot be built or run, or the machine cannot be probed.
+    A model too large for the device's free memory is measured unit by unit (see `unit_by_unit`),
+    others on request. The record notes PyTorch's setting for deterministic kernels. `machine` is
+    this one, if already probed; else its disk is written for `disk_watch` before it is measured.
+    ProtrainError if the device is missing, the model cannot be built or run, or the machine cannot
+    be probed.
     """
     where = devices.found(str(device))
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -115,8 +115,7 @@ def measure(
     except Exception:
         if unit_by_unit:
             raise
-        # Whatever a model's code does with fake tensors that it does not do with real ones: it is
-        # measured whole, and says what is wrong with it there.
+        # A model whose code fails on fake tensors is measured whole, and reports its errors there.
     if sketch is not None and not unit_by_unit:
         fits = sketch.whole_bytes <= SHARE_OF_FREE_MEMORY * free_bytes(where)
         sketch = None if fits else sketch
@@ -157,11 +156,11 @@ def measure_model(
     cost: OptimizerCost | None = None,
     disk_watch: Watch = BRIEF,
 ) -> Profile:
-    """The profile of a model that is there. Leaves it, its gradients and the random state alone.
+    """The profile of an existing model. Leaves it, its gradients and the random state unchanged.
 
-    `num_steps` are timed per form of activations (None: see `passes.slot_seconds`). `running` says
-    which units run, where not all do: parameters of the others may be on `meta`. `machine` is this
-    one, and `cost` the optimizer's on it, where they were measured before.
+    `num_steps` are timed per form of activations (None: see `passes.slot_seconds`). `running`
+    selects the units that run, if not all: the others' parameters may be on `meta`. `machine` is
+    this one, and `cost` the optimizer's on it, if already measured.
     """
     refuse_parameters(model, source=workload.model)
     compiled_before = compiled_so_far()
@@ -273,7 +272,7 @@ class _Measuring:
         stack.enter_context(stubs_in_place(self.found, self.block_classes))
         stack.enter_context(whereabouts.naming([unit.name for unit in self.found]))
         self.modules = [unit.module for unit in self.found]
-        # A first step fills caches, and shows which gradients are sparse.
+        # A first step fills caches, and reveals sparse gradients.
         watch = passes.SlotWatch(lambda *_: None)
         with passes.watched(model, self.modules, "keep", watch), self.reserve.watching():
             passes.training_step(model, batch)
@@ -294,8 +293,8 @@ class _Measuring:
         step_s = max(time.monotonic() - began, 1e-3)
         many = _STEPS_BESIDES + len(FORMS) / 2 * passes.sampled_steps(step_s)
         self.clock.expect(many * step_s)
-        # Bytes of equal blocks are counted once; seconds are those of the whole model. What blocks
-        # save is seen below the compiler alone, so that all compiled ones run.
+        # Bytes of equal blocks are counted once; seconds are the whole model's. Blocks' saved
+        # tensors are visible only below the compiler: all compiled ones run.
         compiled = bool(self.workload.compile)
         if self.running is None and not compiled and self.varies is None:
             self.classes = equal_blocks(self.model, self.found, self.batch, alone=once)
@@ -317,7 +316,7 @@ class _Measuring:
     def rehearsed(
         self, structure: ModelStructure, spill_directory: Path, *, timed: bool
     ) -> Rehearsal:
-        """A rehearsal of a run, of which a step is `timed` where all units run."""
+        """A rehearsal of a run, with a `timed` step if all units run."""
         self.clock(whereabouts.REHEARSING, 0.15)
         by_rows = {
             chunk.unit
@@ -340,7 +339,7 @@ class _Measuring:
             )
 
     def counted(self, structure: ModelStructure) -> tuple[list[Unit], int]:
-        """The units with their bytes, and bytes that a step leaves behind."""
+        """The units with their bytes, and bytes left after a step."""
         self.clock("counting bytes", 0.2)
         with self._without_equals():
             units, left = measure_bytes(self.model, self.batch, structure, self.reserve.meter)
@@ -349,7 +348,7 @@ class _Measuring:
     def slot_seconds(
         self, units: Sequence[Unit], kept: Set[int], num_steps: int | None
     ) -> tuple[passes.SlotSeconds, passes.SlotSeconds]:
-        """Seconds of slots in all forms that units have, and of the launching thread's work."""
+        """Seconds of slots in all of the units' forms, and of the launching thread."""
         measured = {cost.form for unit in units for cost in unit.forms}
         began = time.monotonic()
 
@@ -357,7 +356,7 @@ class _Measuring:
             self.clock.expect((time.monotonic() - began) * (1 / done - 1))
             self.clock("timing steps", 0.25 + 0.45 * done)
 
-        # Kinds of batches differ in what they run: the first is one that runs all blocks.
+        # Kinds of batches run different blocks: the first runs all.
         kinds = self.varies is not None and not self.varies.by_values
         return passes.slot_seconds(
             self.model,
@@ -379,14 +378,14 @@ _STEPS_BESIDES, _PROBING_S = 30, 25.0
 
 
 class _Clock:
-    """Progress that says about how long all takes, once that is known from a step."""
+    """Progress with an estimated end, once a step's time is known."""
 
     def __init__(self, progress: Progress, *, probing: bool) -> None:
         self._progress, self._ends = progress, 0.0
         self._after_s = _PROBING_S if probing else 0.0
 
     def expect(self, seconds: float) -> None:
-        """Expect the steps that are left to take so long."""
+        """Set the expected seconds of the remaining steps."""
         self._ends = time.monotonic() + seconds + self._after_s
 
     def __call__(self, what: str, fraction: float) -> None:
@@ -398,14 +397,11 @@ _COMPILER_BYTES = 64 * 2**20
 """Bytes that a process holds more where PyTorch's cache has no graph: 39 MiB of SmolLM2 135M's one
 (443.0 MiB besides tensors in a cold run, 404.1 in a warm one), and up to 48 MiB with two threads
 (PyTorch 2.13 on an x86 machine)."""
-_GRAPH_BYTES = 16 * 2**20  # for each further graph, of which fewer were measured
+_GRAPH_BYTES = 16 * 2**20  # per further graph; fewer were measured
 
 
 def compiler_bytes(found: Compilation | None) -> int:
-    """The bytes of a cold run's compiler that this process, with graphs in a cache, did not need.
-
-    A run may be anywhere, and mostly begins with another cache than its profile.
-    """
+    """Bytes of a cold run's compiler that this process's cache avoided: a run may be cold."""
     if found is None or found.cache not in ("warm", "partly"):
         return 0
     return _COMPILER_BYTES + (found.num_graphs - 1) * _GRAPH_BYTES
@@ -420,16 +416,13 @@ def _optimizer(
     *,
     sparse: bool,
 ) -> OptimizerCost:
-    """Its speeds on tensors of the model's sizes, and seconds of a piece besides.
-
-    The probe has those of the default optimizer (`known_s`), measured in the same way.
-    """
+    """Its speeds on the model's tensor sizes, measured like the default optimizer's `known_s`."""
     where = device_of(model)
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     stepped = Stepped(workload.dtype, name, workload.precision)
     host, device = update_speeds(stepped, shapes, device=where)
     cost = optimizer_cost(model, workload, name, device=where, sparse=sparse)
-    # What updates whole parameters alone does none of a piece.
+    # Whole-parameter updates do not step on pieces.
     pieces = name if cost.block else DEFAULT_OPTIMIZER
     piece_s = known_s if pieces == DEFAULT_OPTIMIZER else 0.0
     piece_s = piece_s or measure_overheads(spill_directory, device=where, optimizer=pieces).piece_s
@@ -458,7 +451,7 @@ def _alike(units: Sequence[Unit], block_classes: BlockClasses) -> list[list[int]
 def _repetitions(
     seconds: dict[Form, list[list[float]]], rehearsal: Rehearsal, profile: Profile
 ) -> Repetitions | None:
-    """How far whole steps took other times; None where each form had one."""
+    """The spread of whole steps' times; None if each form ran once."""
     steps = [[sum(slots) for slots in repeated] for repeated in seconds.values()]
     if len(steps[0]) < 2:
         return None

@@ -101,10 +101,7 @@ def cuts_of(model: nn.Module, rules: UpdateRules) -> dict[str, int]:
 def told_of_steps(
     units: Iterable[Unit], workload: Workload, cost: OptimizerCost
 ) -> tuple[Unit, ...]:
-    """The units with `largest_gradient_bytes` where the optimizer's step needs memory by them.
-
-    Master weights are stepped on in batches, with the room of the largest chunk.
-    """
+    """The units with `largest_gradient_bytes`, if the optimizer's step needs memory by them."""
     by_largest = cost.workspace_fraction and not cost.at_once and workload.precision != "master"
     if by_largest:
         return tuple(units)

@@ -149,10 +149,7 @@ def sketch_and_model(
     optimizer: str = DEFAULT_OPTIMIZER,
     progress: Progress = lambda *_: None,
 ) -> tuple[Sketch, nn.Module]:
-    """The sketch of the source's model on fake tensors, one step per form, and the model itself.
-
-    `forms` and `meter` are as in `analyze_units` and `measure_bytes`.
-    """
+    """The sketch of a source's model on fake tensors, with `forms` and `meter`, and the model."""
     with _settled(), faking(workload.device) as mode, without_values(source.name):
         progress("building the model", 0.05)
         model = fake_model(source, workload)

@@ -1,1 +1,1 @@
-"""Program x Profile -> when each move starts and ends; what one rank has of a machine."""
+"""Program x Profile -> start and end of each move; one rank's part of a machine."""

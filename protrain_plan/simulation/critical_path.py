@@ -1,9 +1,9 @@
 """The critical path of a simulated step: the slots and moves that it waits for, in order.
 
-The graph has a node for every slot and every move of the step, and an edge to each from what it
-waits for: the order of compute and of its lane, `Move.after`, and the waits of a slot (see
-`program.Slot`). In a simulated step each node starts when the last of these has ended, so the path
-goes back from the node that ends last along those that end last.
+The graph has a node per slot and move of the step, and an edge to each from whatever it waits for:
+the order of compute and of its lane, `Move.after`, and a slot's waits (see `program.Slot`). In a
+simulated step each node starts when the last of these has ended: the path goes back from the last
+node along the latest ends.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,7 @@ _Node = tuple[str, int]  # ("slot", t), or ("move", its number)
 
 
 class PathPart(NamedTuple):
-    """Consecutive spans of the critical path on one lane, in seconds since the step began.
-
-    Names are those of `Program.slot_name` and `Program.move_name`.
-    """
+    """Consecutive spans of the critical path on one lane, by the program's names."""
 
     lane: str
     first: str
@@ -34,8 +31,8 @@ class PathPart(NamedTuple):
 
 
 def waits_of(program: BoundProgram) -> "nx.DiGraph[_Node]":
-    """The graph of waits within one step; edges go from what ends to what waits for it."""
-    import networkx as nx  # takes longer to import than most plans to show
+    """The graph of waits within one step; edges go from an ending to a waiting node."""
+    import networkx as nx  # slower to import than most plans are to show
 
     graph: nx.DiGraph[_Node] = nx.DiGraph()
     on_lane: dict[object, _Node] = {}
@@ -70,10 +67,7 @@ def waits_of(program: BoundProgram) -> "nx.DiGraph[_Node]":
 
 
 def critical_path(program: BoundProgram, timeline: Timeline) -> tuple[PathPart, ...]:
-    """The parts of the critical path, the first one first.
-
-    Where steps overlap, it begins with what waits for the step before.
-    """
+    """The parts of the critical path in order, from the previous step's if steps overlap."""
     spans: dict[_Node, Span] = {
         ("slot", index): Span(program.slot_name(index), COMPUTE, start, stop)
         for index, (start, stop) in enumerate(timeline.compute)

@@ -1,4 +1,4 @@
-"""Several devices: what one rank has of its machine, and how long collectives take."""
+"""Several devices: one rank's part of its machine, and seconds of collectives."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -22,10 +22,10 @@ Collective = Literal["all-gather", "reduce-scatter", "all-reduce"]
 def group_on(
     hardware: Hardware, num_devices: int, *, num_nodes: int | None = None, num_replicas: int = 1
 ) -> DeviceGroup:
-    """So many devices of a machine's kind, in as few nodes as hold them unless that is said.
+    """`num_devices` of a machine's kind, by default in as few nodes as possible.
 
-    ProtrainError where the machine does not say what joins its devices, where nodes or replicas do
-    not have equal parts of them, or where nodes do not have, or are not joined for, so many.
+    ProtrainError if the machine has no network between devices, nodes or replicas would have
+    unequal parts, or nodes lack, or are not joined for, that many devices.
     """
     if num_devices == 1 and num_nodes in (None, 1) and num_replicas == 1:
         return ALONE
@@ -56,7 +56,7 @@ def group_on(
 
 
 def not_joined(plan: Plan, hardware: Hardware) -> str | None:
-    """The reason why a machine's devices cannot be the plan's; None where they can."""
+    """The reason that a machine's devices cannot be the plan's; None if they can."""
     try:
         group_on(hardware, **asdict(plan.whole))
     except ProtrainError as error:
@@ -65,7 +65,7 @@ def not_joined(plan: Plan, hardware: Hardware) -> str | None:
 
 
 def interconnect_of(hardware: Hardware) -> Interconnect:
-    """The interconnect of a machine; ProtrainError where it has none."""
+    """The interconnect of a machine; ProtrainError without one."""
     if hardware.interconnect is None:
         raise ProtrainError(
             f"{hardware.name} does not describe the links between its devices",
@@ -79,10 +79,9 @@ def interconnect_of(hardware: Hardware) -> Interconnect:
 
 
 def through_cache(hardware: Hardware, page_cache_bytes: int) -> Hardware:
-    """The machine as a plan has it: its disk through the page cache, where that counts as memory.
+    """The plan's machine: its disk through the page cache, if that counts as memory.
 
-    The disk is then as large as what the cache may take. ProtrainError if its speed was not
-    measured.
+    The disk then has the cache's size. ProtrainError if its speed was not measured.
     """
     disk = next((tier for tier in hardware.tiers if tier.name == "disk"), None)
     if not page_cache_bytes or disk is None:
@@ -103,19 +102,18 @@ def through_cache(hardware: Hardware, page_cache_bytes: int) -> Hardware:
 
 
 def profile_for(profile: Profile, plan: Plan) -> Profile:
-    """The profile of one of a plan's ranks, with the disk as the plan reads and writes it."""
+    """The profile of one of a plan's ranks, with the disk as the plan uses it."""
     found = profile_of_rank(profile, plan.group)
     return replace(found, hardware=through_cache(found.hardware, plan.settings.page_cache_bytes))
 
 
 def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
-    """The profile with one rank's part of its machine; the same for one device, and when repeated.
+    """The profile with one rank's part of its machine; unchanged for one device, and idempotent.
 
-    What the machine's tiers and its optimizer have as a node, the node's ranks share: capacities,
-    threads, the disk's speed and that of the optimizer. The memory of its host they share in any
-    case: each updates at its part of that bandwidth, and no link to it is faster than its part, in
-    either direction. The library of collectives counts with the context. ProtrainError where the
-    machine does not say what joins its devices.
+    A node's ranks share the capacities, threads, disk and optimizer speed given per node. They
+    always share host memory: each updates at its part of that bandwidth, and no link to it exceeds
+    that part in either direction. The collectives library counts with the context. ProtrainError if
+    the machine has no network between devices.
     """
     if group.num_devices == 1:
         return profile
@@ -130,7 +128,7 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
         if tier.name == "host" and hardware.rates and hardware.rates.host_bandwidth_bytes_per_s:
             own = hardware.rates.host_bandwidth_bytes_per_s / group.in_node
             link = _slower(link, partial(min, own))
-        if tier.name == "disk":  # each device has a link of its own to host memory
+        if tier.name == "disk":  # each device has its own link to host memory
             link = _slower(link, lambda speed: speed / shared)
             if tier.cached is not None:
                 cached = _slower(tier.cached.link, lambda speed: speed / shared)
@@ -160,7 +158,7 @@ def profile_of_rank(profile: Profile, group: DeviceGroup) -> Profile:
 
 
 def _slower(link: Link, of: Callable[[float], float]) -> Link:
-    """The link with a speed made `of` each of its own."""
+    """The link with each speed mapped by `of`."""
     read, write = of(link.read_bytes_per_s), of(link.write_bytes_per_s)
     return replace(link, read_bytes_per_s=read, write_bytes_per_s=write)
 
@@ -179,7 +177,7 @@ def collective_seconds(
 def collective_seconds_per_byte(
     kind: Collective, hardware: Hardware, settings: StepSettings
 ) -> float:
-    """Seconds of a collective for one byte among many."""
+    """Seconds of a collective per byte, for large ones."""
     return sum(per_byte for _, per_byte in _rings(kind, hardware, settings))
 
 
@@ -188,10 +186,9 @@ def _rings(
 ) -> list[tuple[float, float]]:
     """Latency, and seconds per byte of the buffer, of each part of a collective.
 
-    Shards are gathered and scattered among the ranks that share them, neighbours of each other.
-    With replicas, each rank's shard of a sum is summed over the replicas, too: as many rings as a
-    node has ranks run at once and share what joins the nodes. A sum for all ranks is scattered and
-    gathered.
+    Shards are gathered and scattered among neighbouring ranks that share them. With replicas, each
+    rank's shard of a sum is also summed over the replicas: one ring per rank of a node, at once,
+    over the shared network between nodes. A sum for all ranks is scattered and gathered.
     """
     joined = interconnect_of(hardware)
     shards, replicas = settings.group.num_shards, settings.group.num_replicas
@@ -223,7 +220,7 @@ def _rings(
         return [gathered]
     rings = [reduced]
     if settings.adds_shards and (rates := hardware.rates):
-        # The shard is added to that of the micro-batches before: two are read, and one is written.
+        # The shard is added to earlier micro-batches': two are read, one is written.
         bytes_per_s = rates.memory_bytes_per_s * rates.memory_efficiency
         rings.append((0.0, 3 / shards / bytes_per_s))
     if replicas > 1:

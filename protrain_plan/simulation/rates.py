@@ -16,7 +16,7 @@ from protrain_runtime.contract.records.hardware import Contention, Hardware
 
 
 def contention(hardware: Hardware, channel: Channel) -> Contention:
-    """The fractions that compute and a lane of this channel keep while both run."""
+    """The fractions that compute and this channel's lane keep while both run."""
     if channel == NETWORK:
         assert hardware.interconnect, "its moves take time, which this says"
         return hardware.interconnect.contention
@@ -28,7 +28,7 @@ def contention(hardware: Hardware, channel: Channel) -> Contention:
 def rates(
     hardware: Hardware, running: Sequence[Channel], *, computing: bool
 ) -> tuple[float, list[float]]:
-    """The rates of compute, and of lanes of these channels, while all of them run."""
+    """The rates of compute and of these channels' lanes while all run."""
     compute = 1.0
     if computing:
         for channel in dict.fromkeys(running):
@@ -58,8 +58,5 @@ def slowed(hardware: Hardware, one: Channel, other: Channel) -> float:
 
 
 def crossing(hardware: Hardware, one: Channel, other: Channel) -> float:
-    """Seconds that a second of one lane takes of the other's.
-
-    Exact where both keep at least half of their speed, optimistic below.
-    """
+    """Seconds that one lane's second takes of another's: exact at half speed or more."""
     return min(1.0, slowed(hardware, one, other))

@@ -17,10 +17,9 @@ from protrain_runtime.contract.units import format_bytes, format_seconds
 class LaneReport:
     """A lane's work in a step.
 
-    busy_s       seconds in which it runs something
-    utilisation  busy_s as a fraction of the step
-    bytes        what it transfers; 0 for compute and the optimizer
-    num_moves    moves that it runs; for compute, slots that take time
+    busy_s       seconds with work utilisation  busy_s as a fraction of the step bytes
+    transferred; 0 for compute and the optimizer num_moves    its moves; for compute, slots that
+    take time
     """
 
     name: str
@@ -32,7 +31,7 @@ class LaneReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotReport:
-    """When a slot computes, and the most that the device can hold in it."""
+    """A slot's compute in time, and the device's peak in it."""
 
     name: str  # "forward of layers.3"
     start_s: float
@@ -55,7 +54,7 @@ class StepReport:
     stall_by_cause: dict[str, float]  # "parameters from host" -> seconds
     critical_path: tuple[PathPart, ...]
     slots: tuple[SlotReport, ...]
-    peak_slot: int  # the first in which the device is fullest
+    peak_slot: int  # the first one at the device's peak
     tier_peaks: TierBytes
 
     @property
@@ -108,7 +107,7 @@ def report(program: BoundProgram) -> StepReport:
 
 
 def part_in_words(plan: Plan) -> str:
-    """Say what a report is of, where that is less than the plan's whole or mean step."""
+    """The scope of a report, if less than the plan's whole or mean step."""
     part = ""
     if (many := plan.settings.micro_batches) > 1:
         part = f"the last of {many} micro-batches, with its update"
@@ -118,7 +117,7 @@ def part_in_words(plan: Plan) -> str:
 
 
 def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
-    """Two to four sentences on what limits the time and the memory of a step, or of the plan's."""
+    """Two to four sentences on the limits of a step's time and memory, or of the plan's."""
     step = format_seconds(report.step_seconds)
     of_it, never = "the step", f"in the step of {step}"
     if plan and (part := part_in_words(plan)):
@@ -162,7 +161,7 @@ def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
 
 
 def stall_cause(stall: Stall, move: Move) -> str:
-    """The cause of a wait, to follow "for"."""
+    """The cause of a wait, after "for"."""
     what = carried(move.kind)
     match stall.reason:
         case "fetch":
@@ -178,7 +177,7 @@ def stall_cause(stall: Stall, move: Move) -> str:
 
 
 def carried(kind: MoveKind) -> str:
-    """The objects that a move of this kind moves or works on."""
+    """The objects of a kind of move."""
     match kind:
         case "fetch" | "all-gather":
             return "parameters"
@@ -193,7 +192,7 @@ def carried(kind: MoveKind) -> str:
 
 
 def _summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The seconds of each name, the largest first."""
+    """The seconds of each name, largest first."""
     totals: dict[str, float] = {}
     for name, value in seconds:
         totals[name] = totals.get(name, 0.0) + value

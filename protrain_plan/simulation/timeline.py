@@ -1,11 +1,10 @@
-"""When each move of a program starts and ends, with a profile's durations.
+"""Start and end of each of a program's moves, with a profile's durations.
 
-An event-driven run: compute and every lane progress at a rate that depends on what else runs (see
-`rates`). Between events all rates are constant, so the result is exact for this model. The thread
-that launches an accelerator's work has a clock of its own: it runs ahead, and the device waits for
-it where it does not.
+An event-driven run: compute and every lane progress at rates that depend on the running set (see
+`rates`). Rates are constant between events, so the result is exact for this model. The thread that
+launches an accelerator's work has its own clock: it runs ahead, or the device waits for it.
 
-Where steps overlap, they run until one leaves to the next what it found itself: that step repeats.
+Overlapping steps run until one leaves what it found: that step repeats.
 """
 
 from collections import deque
@@ -24,7 +23,7 @@ from protrain_runtime.contract.records.hardware import is_accelerator
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One move, or one slot's compute, from start to end in seconds since the step began."""
+    """One move, or one slot's compute: start and end in seconds of the step."""
 
     name: str
     lane: str
@@ -33,9 +32,9 @@ class Span:
 
 
 Reason = Literal[
-    "fetch",  # for what the slot reads to arrive
+    "fetch",  # for a slot's inputs to arrive
     "drain",  # for bytes to leave the device before the slot starts
-    "end",  # after the last compute, for the moves that still run
+    "end",  # after the last compute, for running moves
 ]
 
 
@@ -107,15 +106,15 @@ def slot_seconds(program: BoundProgram) -> list[float]:
 
 
 def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
-    """Seconds of every slot, and of the device's update: of compute, and of who launches it.
+    """Seconds of every slot, and of the device's update: of compute, and of its launching thread.
 
-    One thread launches an accelerator's work, submits moves and ends them (counted where a move is
-    submitted: its end is seen at a later boundary); an update in backward is launched in about the
-    time of a move. A processor computes in that thread, so that nothing is launched.
+    One thread launches an accelerator's work, submits moves and ends them (counted at submission:
+    the end is seen at a later boundary); an update in backward is launched in about a move's time.
+    A processor computes in that thread, without launches.
     """
     move_s, costs = program.profile.hardware.move_s, [each.cost for each in program.activations]
-    # The optimizer steps on persistent chunks and shards on the device; what is updated in backward
-    # takes its time there.
+    # The optimizer updates persistent chunks and shards on the device; updates in backward take
+    # their time there.
     end, update_s = len(program.slots), 0.0
     if program.updating:
         stepped = sum(state.num_stepped for state in program.states if state.step_slot == end)
@@ -135,7 +134,7 @@ def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
 
 
 def host_update_seconds(program: BoundProgram) -> float:
-    """Seconds of a step's updates by threads beside an accelerator, when nothing interferes."""
+    """Seconds of a step's host updates beside an accelerator, without interference."""
     if not is_accelerator(program.device):
         return 0.0
     moves = zip(program.moves, _work(program), strict=True)
@@ -155,37 +154,37 @@ def simulated_seconds(
 ) -> tuple[float, float]:
     """`step_seconds` and `stall_s` of the same run, without its spans.
 
-    Lanes run `lanes_at` this fraction of their speed; the device's own update keeps its.
-    Infinity, where a step that finds nothing left by another already takes `within_s`.
+    Lanes run at `lanes_at` of their speed; the device's own update does not slow. Infinity if a
+    step without leftovers of another already takes `within_s`.
     """
     return _Simulation(program, lanes_at).run(within_s)
 
 
 def first_step_seconds(program: BoundProgram) -> float:
-    """Seconds of a step by itself, from its first slot to the end of its last move."""
+    """Seconds of a separate step, from its first slot to its last move's end."""
     return simulated_seconds(replace(program, updates={}))[0]
 
 
 _NEVER = inf
 _CRUMB = 1e-12
-"""Seconds of work that count as none."""
+"""Seconds of work that count as zero."""
 
 MOST_STEPS = 8
 """Steps that follow the first one, until one repeats: mostly one does, and 1 of 3,400 random
 problems needs a third. Where none does, the longer of the last two counts."""
 
 SAME_S = 1e-9
-"""Seconds of work that are no difference."""
+"""Negligible difference in seconds of work."""
 
 _Rates = tuple[float, tuple[tuple[int, float], ...]]
-"""The rates of compute and of each running lane, by its number, until the next event."""
+"""The rates of compute and of each running lane, by number, until the next event."""
 
 
 class _Simulation:
-    """The state of a run; lanes go by numbers, and a set of running lanes by the sum of bits.
+    """A run's state; lanes have numbers, and a set of running lanes is a bit mask.
 
-    The planner's search spends its time here: an event touches the lanes that run, and the ended
-    move says which lanes it unblocks.
+    The planner's search spends its time here: an event touches only running lanes, and an ended
+    move names the lanes it unblocks.
     """
 
     def __init__(self, program: BoundProgram, lanes_at: float = 1.0) -> None:

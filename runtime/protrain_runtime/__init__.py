@@ -4,7 +4,7 @@
         model, "plan.yaml", optimizer=partial(torch.optim.AdamW, lr=3e-4)
     )
 
-Everything else of a training loop stays as it is, and computes what plain PyTorch computes.
+The rest of the training loop does not change, and results equal plain PyTorch's.
 """
 
 import importlib

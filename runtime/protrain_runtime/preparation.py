@@ -1,4 +1,4 @@
-"""`prepare`: make a model follow a plan, in place, and give it back."""
+"""`prepare`: attach a plan to a model in place. `restore` undoes it."""
 
 import hashlib
 import sys
@@ -110,7 +110,7 @@ from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
 Check = Literal["bitwise"]
-"""The comparison that a prepared model makes while it trains."""
+"""The comparison that `check` runs during training."""
 
 
 def prepare(
@@ -129,24 +129,22 @@ def prepare(
 ) -> tuple[nn.Module, PlannedOptimizer]:
     """Make `model` follow `plan` in place, and build its optimizer.
 
-    `optimizer` makes an optimizer from parameter groups, such as `partial(torch.optim.AdamW,
-    lr=3e-4)`, or is one of the model's parameters that has made no step: its class, groups and
-    options are taken. `param_groups` are by default one of all trainable parameters. With
-    `weights`, a folder of safetensors files or a checkpoint of `save`, the model's parameters are
-    on `meta`, or `model` is a function that makes the model. Values go from the files to where the
-    plan has them, cast to the model's dtype; no more than a unit's are in memory besides. A disk
-    tier keeps its unnamed file in `spill_directory`, by default where temporary files are.
-    `check="bitwise"` trains a plain copy beside the first three steps, with the memory of plain
-    training, and stops on a bit that differs. A wait for a transfer or an update that takes longer
-    than `wait_limit_s` is an error that names it; `lane_delay` returns seconds by which tests delay
-    every transfer. `watch` warns where the second step takes more bytes than predicted; by default
-    on accelerators, where it costs nothing.
+    `optimizer` is a factory over parameter groups, such as `partial(torch.optim.AdamW, lr=3e-4)`,
+    or an optimizer of the model that has not stepped: its class, groups and options are taken.
+    `param_groups` defaults to one group of all trainable parameters. With `weights`, a folder of
+    safetensors files or a checkpoint of `save`, the model is on `meta`, or `model` is a function
+    that makes it. Values are read to their planned tiers and cast to the model's dtype, one unit in
+    memory at a time. A disk tier keeps its unnamed file in `spill_directory` (default: the folder
+    for temporary files). `check="bitwise"` trains a plain copy beside the first three steps, with
+    the memory of plain training, and stops at the first bit that differs. A transfer or an update
+    that takes longer than `wait_limit_s` raises an error that names it; `lane_delay` returns
+    seconds by which tests delay every transfer. `watch` warns if the second step takes more bytes
+    than predicted; it defaults to on for accelerators, where it costs nothing.
 
-    The training loop stays as it is: the plan's number of micro-batches, then one `step()`. Under a
-    plan for several devices, every rank of `process_group` (by default of all there are) calls
-    `prepare` with the same plan and model, and all of them get rank 0's parameters and buffers.
-    Raises ProtrainError, and leaves the model as it was, if the plan was made for another model or
-    cannot be carried out here or by this version.
+    The training loop does not change: the plan's micro-batches, then one `step()`. Under a plan for
+    several devices, every rank of `process_group` (default: all ranks) calls `prepare` with the
+    same plan and model, and gets rank 0's parameters and buffers. Raises ProtrainError, with the
+    model unchanged, if the plan is for another model or cannot run here or in this version.
     """
     ranks = ranks_of(process_group, limit_s=wait_limit_s)
     with _taken_back_on_failure(ranks) as (undo, own, last), ExitStack() as stack:
@@ -221,7 +219,7 @@ def _facade(
     optimizer: OptimizerFactory | torch.optim.Optimizer,
     param_groups: ParameterGroups | None,
 ) -> PlannedOptimizer:
-    """The optimizer that the training loop gets, of a factory or like one that was made already."""
+    """The optimizer of the training loop: from a factory, or like an existing one."""
     if isinstance(optimizer, torch.optim.Optimizer):
         make, param_groups = like(optimizer, model), param_groups or optimizer.param_groups
     else:
@@ -230,7 +228,7 @@ def _facade(
     factory = with_master_weights(guarded(make)) if master else guarded(make)
     facade = PlannedOptimizer(factory, model, param_groups)
     if master:
-        # An optimizer that cannot step on masters batch by batch, as all plans do, is refused.
+        # All plans step on masters batch by batch: an optimizer that cannot is refused.
         trained = (p for g in facade.param_groups for p in g["params"] if p.requires_grad)
         if (first := next(trained, None)) is not None:
             rules_of(facade).of(first.dtype, first.shape, parameter=first)
@@ -241,9 +239,9 @@ def _facade(
 def _made(
     make: nn.Module | Callable[[], nn.Module], directory: Path | None
 ) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
-    """The model, and where a function makes it without memory for parameters, the values drawn.
+    """The model, and the drawn values of a factory's parameters, which take no memory.
 
-    They are in files of the directory; without one parameters are on `meta`, and have none.
+    The values are in files in the directory; without one parameters stay on `meta`, without values.
     """
     if isinstance(make, nn.Module):
         return make, None
@@ -259,7 +257,7 @@ def _made(
 
 
 def _device(model: nn.Module, plan: Plan, absent: Set[str]) -> torch.device:
-    """Where the model is to be: where it is, or where the plan has what is `absent`."""
+    """The model's device: its present one, or the planned one of `absent` parameters."""
     if not absent:
         return next(p.device for p in model.parameters())
     kind = plan.workload.device
@@ -268,7 +266,7 @@ def _device(model: nn.Module, plan: Plan, absent: Set[str]) -> torch.device:
 
 
 def _values(weights: Path | str | None, absent: Set[str]) -> Weights | None:
-    """The values for parameters on `meta`. ProtrainError where one of the two is missing."""
+    """The values for parameters on `meta`. ProtrainError if only one of the two is given."""
     if weights is not None and not absent:
         raise ProtrainError(
             "the model's parameters have values already, and weights= is for those without",
@@ -286,7 +284,7 @@ def _values(weights: Path | str | None, absent: Set[str]) -> Weights | None:
 
 
 def _below(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
-    """The parameters that the plan keeps below the device, or shared among devices."""
+    """Parameters that the plan offloads, or shards over devices."""
     shape = [(unit.kind, unit.name, unit.parameters) for unit in plan.units]
     chunks = zip(plan.units, unit_parameters(model, shape), strict=True)
     return {
@@ -300,11 +298,11 @@ def _below(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
 def compile_blocks(
     model: nn.Module, plan: Plan | Path | str, *, backend: str = "inductor"
 ) -> nn.Module:
-    """Compile the blocks that `plan` names, each by itself and in place, as `prepare` does.
+    """Compile the blocks that `plan` names, one by one and in place, as `prepare` does.
 
-    For plain training to compare a plan with; `prepare` compiles by itself where the plan says so.
-    `backend` is one of `torch.compile`'s. ProtrainError if the plan is for another model, or if
-    blocks of this one are compiled already.
+    For a plain baseline; `prepare` compiles by itself if the plan says so. `backend` is one of
+    `torch.compile`'s. ProtrainError if the plan is for another model, or blocks are compiled
+    already.
     """
     plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
     check_model(model, plan)
@@ -322,9 +320,9 @@ def _blocks(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 def _compile_as_planned(
     model: nn.Module, plan: Plan, attached: Sequence[nn.Module | None] | None
 ) -> Callable[[], None]:
-    """Compile the blocks if the plan is for that; returns the undo.
+    """Compile the blocks if the plan says so; returns the undo.
 
-    No module that is `attached` to the plan may be inside of a compiled one.
+    No `attached` module may be inside a compiled one.
     """
     if attached is not None:
         refuse_compiled_around(model, attached)
@@ -344,7 +342,7 @@ def _compile_as_planned(
 
 @contextmanager
 def _taken_back_on_failure(ranks: Ranks | None) -> Iterator[tuple[Undo, Undo, Undo]]:
-    """Undo steps, further ones of a failed preparation, and last steps of all ranks."""
+    """Undo steps: of this rank, further ones on failure, and last ones of all ranks."""
     undo: Undo = []
     own: Undo = []
     last: Undo = []
@@ -389,7 +387,7 @@ def _facts(
 
 
 def _in_words(option: object) -> str:
-    """An option's value, the same words for the same value in every process."""
+    """An option's value as text, equal on every process for equal values."""
     if isinstance(option, torch.Tensor):
         return str(option.tolist())
     if isinstance(option, tuple | list):
@@ -399,11 +397,11 @@ def _in_words(option: object) -> str:
 
 
 _SHARED_BYTES = 2**26
-"""Sent at once of the first rank's values."""
+"""Bytes of rank 0's values per broadcast."""
 
 
 def _share(ranks: Ranks, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Copy rank 0's values to every rank; the undo restores its own, kept on the host."""
+    """Copy rank 0's values to every rank; the undo restores each rank's own, saved on the host."""
     room = free_host_bytes() // 2 // ranks_here()
     kept: list[tuple[torch.Tensor, int, torch.Tensor]] = []
     for tensor in tensors:
@@ -436,10 +434,7 @@ def _attach(
     own: Undo,
     absent: Set[str],
 ) -> list[Chunk]:
-    """Make the model follow the plan; return the chunks on disk, which leave it last.
-
-    All ranks get rank 0's values, but of parameters that are `absent`.
-    """
+    """Attach the plan, with rank 0's values except of `absent` ones; return chunks on disk."""
     plan, undo, ranks, optimizer = prepared.plan, prepared.undo, prepared.ranks, prepared.optimizer
     if not backend.on_host:
         usual = sys.getswitchinterval()
@@ -493,8 +488,8 @@ def _attach(
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
 
-    # A model that is dropped without `restore` frees its threads and files all the same. What does
-    # it refers neither to the model nor to its engine.
+    # A model that is dropped without `restore` still frees its threads and files, by a finalizer
+    # that refers neither to the model nor to its engine.
     shut = ExitStack()
     shut.callback(stores.close)  # last
     for lane in reversed(engine.lanes.values()):
@@ -523,7 +518,7 @@ def _attach(
 
 
 def _make_copies(chunks: Sequence[Chunk], stores: Stores, ranks: Ranks | None) -> None:
-    """Give common copies their places in memory that the ranks of a node share."""
+    """Place common copies in memory that the ranks of a node share."""
     shared = (chunk.sharding for chunk in chunks if chunk.sharding is not None)
     copies = [each.common for each in shared if each.common is not None]
     if ranks is None or not copies:
@@ -537,7 +532,7 @@ def _make_copies(chunks: Sequence[Chunk], stores: Stores, ranks: Ranks | None) -
 def _offload(
     prepared: Prepared, chunks: Sequence[Chunk], rules: UpdateRules, stores: Stores, kind: str
 ) -> list[Chunk]:
-    """Bring states to where the plan has them; returns the chunks that are on disk."""
+    """Move states to their planned tiers; returns the chunks on disk."""
     leaving: list[Chunk] = []
     for chunk, unit in zip(chunks, prepared.plan.units, strict=True):
         if not unit.states.tier or not chunk.slices:
@@ -553,7 +548,7 @@ def _offload(
         )
         if prepared.ranks is None:
             prepared.undo.append(partial(_bring_back, prepared, chunk))
-        else:  # what leaves can be gathered: all ranks have written their part
+        else:  # all ranks have written their part: what leaves can be gathered
             prepared.ranks.meeting.meet("prepare()")
         absent = any(isinstance(part.parameter, AwayParameter) for part in chunk.slices)
         if unit.states.uses_disk and not absent:
@@ -574,7 +569,7 @@ def _bring_back(prepared: Prepared, chunk: Chunk) -> None:
 
 
 def _leave(chunks: Sequence[Chunk]) -> None:
-    """Move all of the chunks out of the model, or none."""
+    """Move all chunks out of the model, or none."""
     values = {part.parameter: part.parameter.data for chunk in chunks for part in chunk.slices}
     try:
         for chunk in chunks:
@@ -589,7 +584,7 @@ def _leave(chunks: Sequence[Chunk]) -> None:
 
 
 def _bring_back_together(ranks: Ranks, chunks: Sequence[Chunk]) -> None:
-    """`bring_back` of all chunks that are away on any rank: a gather is for all of them."""
+    """`bring_back` of all chunks that are away on any rank: gathers are collective."""
     away = [chunk.unit for chunk in chunks if chunk.hollow]
     everywhere = {unit for units in ranks.all_objects(away, "restore()") for unit in units}
     for chunk in (chunk for chunk in reversed(chunks) if chunk.unit in everywhere):

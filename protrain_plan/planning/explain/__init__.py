@@ -1,1 +1,1 @@
-"""Why a plan is what it is. In: a solved problem. Out: reasons, limits and advice, as numbers."""
+"""Reasons for a plan. In: a solved problem. Out: reasons, limits and advice, as numbers."""

@@ -1,4 +1,4 @@
-"""Why no plan meets the budgets, and what would help; solved, not guessed."""
+"""Reasons why no plan meets the budgets, and remedies; solved, not guessed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ _HELD_BACK = "held back for the allocator"
 def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infeasible:
     """The answer for a problem whose leanest choice, `lean`, exceeds the device's budget."""
     if lean is None:
-        # Everything kept and persistent needs nothing below the device: it is the pins that do.
+        # A persistent choice that keeps everything needs nothing below the device: the pins do.
         raise ProtrainError(
             "the pinned decisions exceed the tiers below the device",
             key="--pin",
@@ -32,7 +32,7 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
     needed = lean.bytes + besides
     word, lacking = _lacking(problem)
     if lacking:
-        # More of these would make the device's budget enough.
+        # More of these tiers would suffice.
         (tier, needs), *others = lacking
         lines = [f"raise the {tier} budget to {enough(needs.bytes)}"]
         lines += [f"{word} the {other} budget to {enough(n.bytes)}" for other, n in others]
@@ -59,10 +59,9 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
 
 
 def _lacking(problem: Problem) -> tuple[str, Sequence[tuple[TierName, Leanest]]]:
-    """The least that is enough of tiers below the device; none where the device is too small.
+    """The least sufficient size of tiers below the device; none if the device is too small.
 
-    Of one "or" of the other, or of one "and" of the other. First what the machine is known to have,
-    then what lacks least.
+    Combined by "or" or by "and". Tiers that the machine has come first, then the smallest shortage.
     """
     each = ((tier, _enough_of(tier, problem)) for tier in problem.tiers)
     if found := [(tier, needs) for tier, needs in each if needs]:
@@ -81,7 +80,7 @@ def _lacking(problem: Problem) -> tuple[str, Sequence[tuple[TierName, Leanest]]]
 
 
 def _enough_of(tier: TierName, problem: Problem) -> Leanest | None:
-    """The least of a tier that is enough for some plan; None: no amount is."""
+    """The least of a tier that admits a plan; None if no amount does."""
     needs = min_memory(problem, of=tier)
     if needs is None or max(problem.static_bytes(needs.choice)) > problem.device:
         return None
@@ -89,7 +88,7 @@ def _enough_of(tier: TierName, problem: Problem) -> Leanest | None:
 
 
 def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, int], ...]]:
-    """The slot with the leanest choice's peak, as text, and its occupants, largest first."""
+    """The slot of the leanest choice's peak, as text, and its occupants, largest first."""
     static = problem.static_bytes(lean.choice)
     at_once = Schedule(swap_drain=0, update_drain=0)
     plans = plans_of(problem, lean.choice, [at_once] * problem.count)
@@ -108,7 +107,7 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
 
 
 def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple[str, ...]:
-    """Means that would bring the peak down, the largest occupant's remedies first."""
+    """Remedies for the peak, the largest occupant's first."""
     besides = problem.profile.hardware.device.besides_bytes
     lines = [f"raise the device budget to {enough(lean.bytes + besides)}"]
     if problem.pins:
@@ -143,5 +142,5 @@ def _advice(problem: Problem, lean: Leanest, occupants: dict[str, int]) -> tuple
 
 
 def enough(size: int) -> str:
-    """A size as one would type it, rounded up to whole MiB."""
+    """A size to type, rounded up to whole MiB."""
     return f"{-(-size // 2**20)}MiB"

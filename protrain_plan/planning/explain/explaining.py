@@ -1,14 +1,14 @@
-"""Why each group of units got its decision, and what limits the step. Solved, not guessed.
+"""Reasons for each group's decision, and limits of the step. Solved, not guessed.
 
-reasons   one unit of a group takes another decision, everything else stays as planned: the
-          simulator says what that costs, or the memory count by how much it exceeds a budget
-limits    the fluid model's dual values, in seconds per byte and shares of the step: what a little
-          more of a resource is worth
+reasons   one unit of a group takes another decision, all others as planned: the simulator gives its
+          cost, or the memory count its excess over a budget
+limits    the fluid model's dual values, in seconds per byte and shares of the step: the worth of a
+          little more of a resource
 
-[Note: shares] The model's optimum is in proportion to the durations it is given: were compute, all
-links and all updates 1 % slower, the step would be 1 % longer. A lane's share is its part of that
-1 %: the sum of -dual · term over the terms that hold its speed. Shares sum to one. Where
-several duals are optimal (equal blocks, exact fits) the solver picks one: hence "about".
+[Note: shares] The model's optimum is proportional to its durations: if compute, all links and all
+updates were 1 % slower, the step would be 1 % longer. A lane's share is its part of that 1 %: the
+sum of -dual · term over the terms that hold its speed. Shares sum to one. With several optimal
+duals (equal blocks, exact fits) the solver picks one: hence "about".
 
 [Note: worth of memory] The dual of a row `bytes in slot t <= budget` is the change of the optimum
 per byte. The optimum is convex in the budget: each further byte is worth the same or less.
@@ -45,10 +45,10 @@ from protrain_runtime.contract.records.words import listed
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 MAX_GROUPS = 12
-"""Groups that are explained, the largest first."""
+"""Most groups to explain, largest first."""
 
 MAX_RUNS = 4
-"""Runs of units that a text enumerates."""
+"""Most runs of units in a text."""
 
 SIMULATED_UNITS = 12_000
 """Simulated schedules times units after which an alternative gets the plan's rule alone: two
@@ -59,7 +59,7 @@ TIE = 2e-4
 schedules simple."""
 
 NOTEWORTHY = 0.1
-"""A lane that makes up less of the step is not named where all is said in a line."""
+"""Least share of a lane named in the one-line summary."""
 
 GIB = 2**30
 
@@ -79,9 +79,9 @@ class LaneLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """Seconds that a little more of a tier would save. See [Note: worth of memory].
+    """Seconds saved by a little more of a tier. See [Note: worth of memory].
 
-    `where` are slots, with the plan's decisions as they are; "" means a new plan.
+    `where` are slots, under the plan's decisions; "" means a new plan.
     """
 
     resource: StateTier
@@ -93,7 +93,7 @@ Limit = LaneLimit | MemoryLimit
 
 
 class Shortfall(NamedTuple):
-    """By how much a budget is exceeded; on the device, in which slot most of all."""
+    """A budget's excess; on the device, with its worst slot."""
 
     bytes: int
     tier: StateTier
@@ -105,9 +105,9 @@ class Alternative:
     """Another decision for one unit of a group, all others as planned.
 
     Either it fits, and the step takes `extra_seconds` more (less, if negative: the plan is not
-    perfect), each with its best schedule. Or it exceeds the budget of `tier` by `shortfall_bytes`;
-    on the device most of all in `slot`. `in_all` says so of the decision in all units of the group,
-    where it fits in one.
+    perfect), each with its best schedule. Or it exceeds the budget of `tier` by `shortfall_bytes`,
+    on the device worst in `slot`. `in_all`: in one unit it fits, in all units of the group it does
+    not.
     """
 
     kind: Kind
@@ -121,7 +121,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReason:
-    """Units that cost the same and do the same, and why; `alternatives` as the profile has them."""
+    """Units of equal cost and decisions, with reasons; `alternatives` as in the profile."""
 
     units: str  # "layers.0-11"
     num_units: int
@@ -135,10 +135,9 @@ class GroupReason:
 class Explanation:
     """The limits of a plan, by the relaxed model, and the reasons for its decisions.
 
-    Lanes come first, then the device's slots, each with what limits most at the head, then what
-    more of each tier is worth to a new plan. `evaluation_bytes` are what the device holds at most,
-    besides its context, while the model is evaluated between a forward and its backward.
-    `num_unexplained` counts the groups left out.
+    Lanes come first, then the device's slots, each with the tightest limit first, then the worth of
+    more of each tier to a new plan. `evaluation_bytes` is the device's peak, without context, in an
+    evaluation between a forward and its backward. `num_unexplained` counts omitted groups.
     """
 
     limits: tuple[Limit, ...]
@@ -150,17 +149,16 @@ class Explanation:
 
 
 def explain(profile: Profile, plan: Plan, search: Sequence[SearchStage] = ()) -> Explanation:
-    """Explain `plan`, which was made for `profile`; `search` are the stages that found it.
+    """Explain `plan`, made for `profile`; `search` are the stages that found it.
 
-    ProtrainError where the profile does not have the plan's units and decisions, or gives them
-    more bytes than the plan's budgets.
+    ProtrainError if the profile lacks the plan's units or decisions, or exceeds its budgets.
     """
     if (found := misfit(plan, profile)) is not None:
         raise ProtrainError(found.problem, fix="plan again")
     problem = Problem.of_plan(plan, profile)
     choice = problem.choice_of(plan.units)
     explainer = _Explainer(problem, choice, gap=plan.gap)
-    # Blocks of one class with the same decisions; a part is a group of its own.
+    # Blocks of one class with the same decisions; a part is its own group.
     alike: dict[object, list[int]] = {}
     for number, members in enumerate(problem.classes):
         for unit in members:
@@ -178,7 +176,7 @@ def explain(profile: Profile, plan: Plan, search: Sequence[SearchStage] = ()) ->
 
 
 def in_words(explanation: Explanation) -> list[str]:
-    """Two or three sentences on the limits, the reason of each group, then what stages found."""
+    """Two or three sentences on the limits, each group's reason, then the stages' results."""
     lanes = [limit for limit in explanation.limits if isinstance(limit, LaneLimit)]
     memory = [limit for limit in explanation.limits if isinstance(limit, MemoryLimit)]
     words: list[str] = []
@@ -233,7 +231,7 @@ def in_words(explanation: Explanation) -> list[str]:
 
 
 def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
-    """Limits of the plan's decisions, then those of every plan; none if HiGHS fails."""
+    """Limits of the plan's decisions, then of every plan; none if HiGHS fails."""
     model = Fluid(problem)
     if not _solved(model.pulp):
         return
@@ -252,10 +250,7 @@ def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
 
 
 def _lane_limits(model: Fluid, choice: Choice) -> list[LaneLimit] | None:
-    """Lanes' shares of a step with these decisions, which the model has from now on.
-
-    None if HiGHS fails.
-    """
+    """Lanes' shares of a step with these decisions, fixed from now on; None if HiGHS fails."""
     for unit, (activation, state) in enumerate(choice):
         for taken, decisions in ((activation, model.activations), (state, model.states)):
             for number, decision in enumerate(decisions[unit]):
@@ -267,14 +262,14 @@ def _lane_limits(model: Fluid, choice: Choice) -> list[LaneLimit] | None:
 
 
 def lanes_in_a_line(problem: Problem, choice: Choice) -> str:
-    """Lanes that make up the plan's step: "transfers to disk 87%, compute 13%"."""
+    """The lanes of the plan's step: "transfers to disk 87%, compute 13%"."""
     lanes = _lane_limits(Fluid(problem), choice) or []
     named = [limit for limit in lanes if limit.share >= NOTEWORTHY] or lanes[:1]
     return ", ".join(f"{lane_words(limit.resource)} {limit.share:.0%}" for limit in named)
 
 
 def _solved(model: pulp.LpProblem) -> bool:
-    """Solve the relaxation, and leave the duals in the rows; `solver.solve` does not keep them."""
+    """Solve the relaxation and keep the duals in the rows, unlike `solver.solve`."""
     pulp.HiGHS(mip=False, msg=False, threads=1, random_seed=0).actualSolve(model)
     return bool(model.sol_status == pulp.LpSolutionOptimal)
 
@@ -286,7 +281,7 @@ def _seconds_per_gib(model: Fluid, dual: float) -> float:
 
 
 def _worth_of_slots(model: Fluid) -> Iterator[MemoryLimit]:
-    """Seconds per GiB in runs of slots that have no room left."""
+    """Seconds per GiB in runs of full slots."""
     problem, count = model.problem, model.problem.count
     rows = zip(*(phase.memory_rows for phase in model.phases), strict=True)
     worth = [_seconds_per_gib(model, sum(row.pi for row in of_phases)) for of_phases in rows]
@@ -314,8 +309,8 @@ def _worth_of_slots(model: Fluid) -> Iterator[MemoryLimit]:
 
 
 def _shares(model: Fluid) -> dict[str, float]:
-    """See [Note: shares]; of a model that is solved with fixed decisions."""
-    lanes: dict[str, str] = {}  # by the variable of what a lane does
+    """See [Note: shares]; for a model solved with fixed decisions."""
+    lanes: dict[str, str] = {}  # by the variable of a lane's work
     for phase in model.phases:
         for flow in phase.flows.values():
             lanes.update(
@@ -336,7 +331,7 @@ def _shares(model: Fluid) -> dict[str, float]:
             lane: str | None = None
             if kind.startswith(("lane_", "beside_")):
                 lane = lanes.get(variable.name)
-            elif kind.startswith("compute_"):  # of which updates on the device take turns
+            elif kind.startswith("compute_"):  # updates on the device take turns with it
                 lane = "compute" if variable.name in decisions else lanes.get(variable.name)
             elif kind == "launches" and variable.name in decisions:
                 lane = LAUNCHES
@@ -362,7 +357,7 @@ class _Burden(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """An alternative, how to say it, and what it has the unit do."""
+    """An alternative, its wording, and the unit's work under it."""
 
     alternative: Alternative
     doing: str
@@ -370,16 +365,16 @@ class _Compared(NamedTuple):
 
     @property
     def extra_s(self) -> float:
-        """Infinite for what does not fit."""
+        """Infinite if it does not fit."""
         extra = self.alternative.extra_seconds
         return float("inf") if extra is None else extra
 
 
 class _Explainer:
-    """Compares a plan's choice with those that differ from it in one decision.
+    """Compares a plan's choice with those that differ in one decision.
 
-    ProtrainError where the plan's own choice exceeds its budgets. What is slower by less than a tie
-    is no slower; what is faster by less than the plan's gap may be left to the planner.
+    ProtrainError if the plan's choice exceeds its budgets. Slower by less than a tie counts as
+    equal; faster by less than the plan's gap is within the planner's tolerance.
     """
 
     def __init__(self, problem: Problem, choice: Choice, *, gap: float) -> None:
@@ -392,7 +387,7 @@ class _Explainer:
         self._tie_s, self._gap_s = TIE * base.seconds, max(gap, TIE) * base.seconds
 
     def reason(self, units: Sequence[int]) -> GroupReason:
-        """The group's decisions and their reason: its middle unit is tried with every other one."""
+        """The group's decisions and their reason: its middle unit tries every other one."""
         names = [unit_words(self.problem.profile.units, index) for index in units]
         options, (activation, state) = self.problem.options[units[0]], self.choice[units[0]]
         chosen, placed = options.activations[activation], options.states[state]
@@ -403,7 +398,7 @@ class _Explainer:
         plural = many or subject != self.problem.profile.units[units[0]].name  # with the loss
         now, again = WORDINGS[chosen.decision], WORDINGS[placed.decision]
         if placed.decision == PERSISTENT:
-            # The same with an update of its own, which is for want of room alone.
+            # The same with an update of its own, needed only for lack of room.
             stepped = WORDINGS[OPTIMIZER_IN_BACKWARD].phrase
             states = [one for one in states if one.alternative.decision != stepped]
         if chosen.decision == KEEP and placed.decision == PERSISTENT:
@@ -414,7 +409,7 @@ class _Explainer:
         else:
             why = self._why(self._burden(chosen), activations, many=many)
             reason = f"{subject} {now.does(many=plural)}: {why}."
-            if states:  # else there is nothing to place, or nowhere else to
+            if states:  # else there is nothing to place, or nowhere else
                 why = self._why(self._burden(placed), states, many=many)
                 reason += f" {'They' if plural else 'It'} {again.does(many=plural)}: {why}."
         return GroupReason(
@@ -461,7 +456,7 @@ class _Explainer:
         return found
 
     def _burden(self, option: ActivationOption | StateOption) -> _Burden:
-        """The device's own update is left out: moving states elsewhere is no means to save it."""
+        """Without the device's own update: moving states elsewhere is not a means to save it."""
         seconds = self.problem.lane_seconds
         if isinstance(option, ActivationOption):
             moved = seconds.moved_activations(option)
@@ -480,7 +475,7 @@ class _Explainer:
         return tuple(choice)
 
     def _plain(self, compared: Sequence[_Compared], *, many: bool) -> str:
-        """The reason of units that do what is least work."""
+        """The reason for units with the least work."""
         if not compared:
             return f"nothing else is open to {'them' if many else 'it'}"
         extra = min(one.extra_s for one in compared)
@@ -497,7 +492,7 @@ class _Explainer:
         others = [one for one in compared if one not in less]
         if not compared or (not less and all(burden.is_less_than(one.burden) for one in others)):
             return self._plain(others, many=many)
-        # Of what is less work, the plainest and the nearest; of the rest, the fastest.
+        # Of those with less work, the plainest and the nearest; of the rest, the fastest.
         chosen = [*less[:1], *less[1:][-1:]]
         chosen += sorted(others, key=lambda one: one.extra_s)[:1]
         excluded = [one for one in chosen if one.alternative.shortfall_bytes is not None]
@@ -519,7 +514,7 @@ class _Explainer:
         for one in fitting:
             if one in ties:
                 continue
-            if one.extra_s < 0:  # such a plan is not the planner's
+            if one.extra_s < 0:  # not a plan of the planner's
                 clauses.append(f"{one.doing} would be {format_seconds(-one.extra_s)} faster{each}")
             else:
                 fits = " fits, but" if one in less else ""
@@ -535,7 +530,7 @@ class _Explainer:
 
 
 def _shortfall(problem: Problem, choice: Choice) -> Shortfall | None:
-    """The budget that a choice exceeds; None where it meets all of them."""
+    """The budget that a choice exceeds; None if it meets all."""
     beyond = problem.beyond(choice)
     if not beyond:
         return None
@@ -551,7 +546,7 @@ def _exceed(short: Shortfall) -> str:
 
 
 def units_text(names: Sequence[str]) -> str:
-    """Names in runs, such as `layers.0-3, layers.7`; the longest where there are many."""
+    """Names in runs, such as `layers.0-3, layers.7`; only the longest if there are many."""
     found = list(runs(names, [None] * len(names)))
     shown = sorted(sorted(found, key=len, reverse=True)[:MAX_RUNS], key=lambda run: run.start)
     texts = [
@@ -574,5 +569,5 @@ def lane_words(lane: str) -> str:
 
 
 def at_most(seconds: float) -> str:
-    """A bound on what is saved: "at most about 13.4 ms"."""
+    """An upper bound of the saving: "at most about 13.4 ms"."""
     return f"at most about {format_seconds(seconds)}" if seconds else "nothing"

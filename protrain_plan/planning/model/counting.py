@@ -1,16 +1,16 @@
-"""Whole numbers of units per option: their integer program, which learns from the fluid model.
+"""Numbers of units per option: an integer program that learns from the fluid model.
 
-What matters to a step is how many units of a class take an option; which ones is worth little.
-So the fluid model's value is taken as a function of these numbers alone. It is convex: wherever it
-is known, its slope bounds it everywhere (Benders 1962, Partitioning procedures for solving
-mixed-variables programming problems). The program has the numbers, the budgets as far as numbers
-say what they take, the seconds that each lane works, and the slopes found so far:
+A step depends on the number of a class's units with an option, and little on which ones. So the
+fluid model's value is a function of these numbers alone. It is convex: each known value's slope
+bounds it everywhere (Benders 1962, Partitioning procedures for solving mixed-variables programming
+problems). The program has the numbers, the budgets as far as numbers determine bytes, each lane's
+seconds, and the slopes so far:
 
-    numbers  = those for which all of this promises the fastest step: a bound on every plan
+    numbers  = those with the fastest promised step: a bound on every plan
     slope    = the fluid model's at these numbers; once more with it
 
-until the numbers' own value is close to the bound. A number of thirty units takes the place of
-thirty decisions in a hundred slots each, so that the integer program is a small one.
+until the numbers' own value is close to the bound. One number for thirty units replaces thirty
+decisions in a hundred slots each: the integer program is small.
 """
 
 from collections import defaultdict
@@ -42,22 +42,22 @@ SLACK = 1e-7
 decision of each unit, since slopes are as uncertain."""
 
 MAX_NODES = 400
-"""Nodes of the search over the numbers of one round."""
+"""Most search nodes per round."""
 
 EXCESS = 50.0
-"""Price of as much memory again as there is, in plain compute times: more than it is worth."""
+"""Price of doubling the memory, in plain compute times: more than it is worth."""
 
 PROHIBITIVE = 1e5
-"""The same where solutions that exceed it are not wanted."""
+"""The price if solutions must not exceed memory."""
 
 _Binaries = Sequence[Sequence[pulp.LpVariable]]
 
 Numbers = Mapping[str, int]
-"""Units that take an option, by the name of the fluid model's variable that counts them."""
+"""Units per option, by the name of the fluid model's counting variable."""
 
 
 NO_SHARE = 1e-6
-"""A fraction of a unit that counts as none of it."""
+"""A fraction of a unit that counts as zero."""
 
 
 class Row(NamedTuple):
@@ -67,7 +67,7 @@ class Row(NamedTuple):
     spread: bool = False
 
     def moved(self, option: int, into: int, count: int, *, before: bool) -> "Row":
-        """Return the row with `count` units of one option in another, next to them if it is new."""
+        """The row with `count` units moved between options, adjacent if the option is new."""
         runs: list[tuple[int, int]] = []
         known = any(one == into for one, _ in self.runs)
         for one, number in self.runs:
@@ -85,17 +85,16 @@ Layout = tuple[tuple[Row, Row], ...]
 
 
 class Amounts(NamedTuple):
-    """Units per option and their mean place, by class; activations and states by turns."""
+    """Units per option and their mean place, by class; activations and states alternate."""
 
     sums: list[dict[int, float]]
     places: list[dict[int, float]]
 
 
 class Caution(NamedTuple):
-    """Leanings of a relaxation, which does not see that moves are whole, and in order.
+    """Safety of a relaxation, which ignores that moves are whole and ordered.
 
-    free   a part of the device
-    price  seconds that a second of a lane's work costs, though compute may hide it
+    free   a part of the device price  seconds per second of a lane's work, even if compute hides it
     """
 
     free: float
@@ -103,16 +102,13 @@ class Caution(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """The relaxation's value `bound` in seconds, and its reduced costs of options.
-
-    By class, activations and states: the least seconds by which a unit with the option lifts it.
-    """
+    """The relaxation's value in seconds, and reduced costs: by class, kind and option."""
 
     bound: float
     reduced_costs: Sequence[tuple[Sequence[float], Sequence[float]]]
 
     def of(self, layout: Layout) -> float:
-        """The seconds by which a layout's numbers of units lift it, at least."""
+        """The least seconds by which a layout's numbers of units raise it."""
         return sum(
             number * costs[option]
             for pair, of_class in zip(layout, self.reduced_costs, strict=True)
@@ -121,7 +117,7 @@ class Prices(NamedTuple):
         )
 
     def open_to(self, within_s: float) -> list[tuple[list[int], list[int]]]:
-        """The options that cost no more."""
+        """The options that cost at most `within_s`."""
 
         def cheap(costs: Sequence[float]) -> list[int]:
             return [option for option, cost in enumerate(costs) if cost <= within_s]
@@ -131,12 +127,12 @@ class Prices(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """An option with the units that may take it; `name` is that of the fluid model's variable."""
+    """An option and its candidate units; `name` is the fluid model's variable."""
 
     name: str
     units: tuple[int, ...]
     option: ActivationOption | StateOption
-    choice: int  # the option's number in the units' options
+    choice: int  # the option's index in the units' options
     number: pulp.LpVariable
 
 
@@ -159,7 +155,7 @@ class CountProgram(LinearModel):
         return ((one.option, one.number, one.units) for one in self.counted)
 
     def _counted(self, fluid: Fluid) -> Iterable[Counted]:
-        """Every option of every class; those of units that are alone are binaries."""
+        """Every option of every class; single units get binaries."""
         for number, members in enumerate(self.problem.classes):
             alike = len(members) >= COUNTED
             for units in [members] if alike else [(unit,) for unit in members]:
@@ -187,7 +183,7 @@ class CountProgram(LinearModel):
                     yield from found
 
     def _add_memory(self) -> None:
-        """Each tier, and in some slots what any units that take an option hold at least."""
+        """Each tier, and in some slots the least bytes of any units with an option."""
         problem, used = self.problem, list[tuple[StateOption, pulp.LpVariable]]()
         for one in self.counted:
             option, number, most = one.option, one.number, len(one.units)
@@ -214,7 +210,7 @@ class CountProgram(LinearModel):
             self.row(f"memory_{slot}", terms, LE, 1.0 - base)
 
     def _add_lanes(self) -> None:
-        """No step is shorter than a lane's work, or than that of a link's two directions."""
+        """A step is at least a lane's work, or that of a link's two directions."""
         busy, hardware = self.busy(self.second_unit), self.problem.profile.hardware
         step = (self.step, -1.0)
         for lane, terms in busy.items():
@@ -223,7 +219,7 @@ class CountProgram(LinearModel):
         for option, number, _ in self.each():
             if isinstance(option, StateOption) and not option.decision.update_on_device:
                 for lane, taken in self.problem.lane_seconds.moved_states(option).items():
-                    if isinstance(lane, Lane):  # of states, which share the link
+                    if isinstance(lane, Lane):  # of states, on the same link
                         shared[lane.channel].append((number, taken / self.second_unit))
         for tier in hardware.tiers:
             channels = Channel(tier.name, True), Channel(tier.name)
@@ -233,14 +229,14 @@ class CountProgram(LinearModel):
                 self.row(f"link_{first}".replace(" ", "_"), [*shared[first], *crossed, step], LE)
 
     def learn(self, value: float, slopes: Mapping[str, float], at: Mapping[str, float]) -> None:
-        """Add what the fluid model's value and slopes say of all numbers, from those it is `at`."""
+        """Add the bound on all numbers from the fluid model's value and slopes at `at`."""
         slack = SLACK * 2 * self.problem.count
         right = value - slack - sum(slope * at[name] for name, slope in slopes.items())
         terms = [(one.number, -slopes[one.name]) for one in self.counted if slopes[one.name]]
         self.program.add_row([(self.step, 1.0), *terms], at_least=right)
 
     def best(self, gap: float) -> tuple[float, dict[str, int]] | None:
-        """A bound on every step, and the numbers that promise the fastest; None: there are none."""
+        """A bound on every step, and the numbers with the fastest promise; None if infeasible."""
         answer = self.program.solve(integer=True, max_nodes=MAX_NODES, gap=gap)
         if not answer.values:
             return None
@@ -248,7 +244,7 @@ class CountProgram(LinearModel):
 
 
 class _Shares:
-    """The relaxation in which all units of a class have the same shares of options."""
+    """The relaxation in which all units of a class have equal shares of options."""
 
     def __init__(self, problem: Problem, window: int, stopped: Stopped | None) -> None:
         self.fluid = Fluid(problem, window=window, alike=True)
@@ -262,20 +258,17 @@ class _Shares:
                 self._work[variable] += seconds
 
     def solve(self, caution: Caution) -> Mapping[str, float]:
-        """The values for so much caution; none where that leaves the device too little."""
+        """The values at this caution; empty if the device becomes too small."""
         for row in self._rows:
             self._lp.limit(row, 1.0 - caution.free)
         for variable, seconds in self._work.items():
-            self._lp.cost(variable, caution.price * seconds)  # which has none of its own
+            self._lp.cost(variable, caution.price * seconds)  # lanes' work has no cost of its own
         values = self._lp.solve().values
         return values if values and self._lp.excess <= NO_SHARE else {}
 
 
 class Counting:
-    """The fluid model and its numbers: relaxed, rounded to whole ones, with those fixed.
-
-    All in the model's plain compute time. `bound` is one on every plan's step.
-    """
+    """The fluid model and its numbers, in plain compute times; `bound` holds for every plan."""
 
     def __init__(
         self, problem: Problem, *, window: int = 1, stopped: Stopped | None = None
@@ -307,12 +300,12 @@ class Counting:
                     low = high = numbers[one.name]
                 self._lp.bound(self._counts[one.name], low, high)
         self._fixed = numbers
-        # They may need more memory than there is: what exceeds it costs much instead.
+        # Numbers may exceed memory, at a high cost.
         self._lp.allow_excess(allowed=numbers is not None)
         return self._lp.solve()
 
     def relax(self) -> Prices:
-        """The bound of the relaxation, and what options cost it: nothing, where it has none."""
+        """The relaxation's bound, and the reduced costs of options; zero if it has none."""
         answer, fluid = self._solve(None), self.fluid
         solved = answer.status == "optimal"
         if solved:
@@ -328,7 +321,7 @@ class Counting:
                     of_options = zip(*(of_kind[unit] for unit in units), strict=True)
                     least = [min(duals[x.name] for x in of_units) for of_units in of_options]
                     names = [fluid.count_name(number, kind, x) for x in of_kind[units[0]]]
-                    # One unit more that takes it is one more that is counted.
+                    # One more unit with the option counts one more.
                     counted = (duals.get(name, 0.0) for name in names)
                     least = list(map(sum, zip(least, counted, strict=True)))
                 pair.append([cost * fluid.second_unit for cost in least])
@@ -336,7 +329,7 @@ class Counting:
         return Prices(self.bound_seconds, costs)
 
     def branch(self, *, max_nodes: int, gap: float, time_limit_s: float) -> dict[str, int] | None:
-        """Whole numbers by a search tree over the fluid model itself."""
+        """Integer numbers by a search tree over the fluid model."""
         self._solve(None)
         answer = self._lp.solve(
             integer=True, max_nodes=max_nodes, gap=gap, time_limit_s=time_limit_s
@@ -349,11 +342,11 @@ class Counting:
         return {name: round(answer.values[name]) for name in self._counts}
 
     def amounts(self, caution: Caution) -> Amounts | None:
-        """The relaxation's amounts of options; None where caution leaves the device too little."""
+        """The relaxation's amounts of options; None if caution leaves the device too little."""
         return self._amounts(self._shares.solve(caution), self._shares.fluid)
 
     def amounts_with(self, numbers: Numbers) -> Amounts | None:
-        """The relaxation's amounts where so many units take each option."""
+        """The relaxation's amounts with these numbers of units per option."""
         return self._amounts(self._solve(numbers).values, self.fluid)
 
     def _amounts(self, values: Mapping[str, float], fluid: Fluid) -> Amounts | None:
@@ -373,14 +366,14 @@ class Counting:
         return found
 
     def promising(self, gap: float) -> dict[str, int] | None:
-        """The numbers that promise the fastest step, as far as is known; the bound is theirs."""
+        """The numbers with the fastest promised step so far; updates the bound."""
         if (found := self._numbers.best(gap)) is None:
             return None
         self.bound = max(self.bound, found[0])
         return found[1]
 
     def learn(self, numbers: Numbers) -> float:
-        """The value of these numbers, which the program knows from now on; infinity: unknown."""
+        """The value of these numbers, added to the program; infinity if unknown."""
         answer = self._solve(numbers)
         if answer.status != "optimal":
             return inf

@@ -1,7 +1,4 @@
-"""The linear model of decisions and of the bytes that stand for them, slot by slot.
-
-Bytes are fractions of the device's budget. `fluid.py` adds transfers and time to it.
-"""
+"""The linear model of decisions and their bytes by slot, as fractions of the device's budget."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,15 +25,15 @@ from protrain_runtime.contract.records.plan import Placement
 Terms = list[tuple[pulp.LpVariable, float]]
 
 Decided = tuple[ActivationOption | StateOption, pulp.LpVariable, Sequence[int]]
-"""An option, the variable that says how many units take it, and these units."""
+"""An option, the variable that counts its units, and these units."""
 
 LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
 
 COUNTED = 3
-"""Equal units from which on their numbers are worth variables of their own."""
+"""Least equal units for counting variables."""
 
 SHORT_OF_PASSAGES = 100
-"""A host budget of more passages than that is not decided by one of them."""
+"""A host budget of more passages than this does not depend on one of them."""
 
 
 class LinearModel:
@@ -50,7 +47,7 @@ class LinearModel:
         self.uses: list[pulp.LpVariable] = []
 
     def each(self) -> Iterable[Decided]:
-        """Every option with the units that it is counted of."""
+        """Every option with its units."""
         raise NotImplementedError
 
     def variable(self, name: str) -> pulp.LpVariable:
@@ -58,7 +55,7 @@ class LinearModel:
         return self.pulp.add_variable(name, 0.0)
 
     def row(self, name: str, terms: Terms, sense: int, right: float = 0.0) -> pulp.LpConstraint:
-        """Add `sum of terms (sense) right` under a name."""
+        """Add a named row `sum of terms (sense) right`."""
         merged: dict[pulp.LpVariable, float] = defaultdict(float)
         for variable, factor in terms:
             merged[variable] += factor
@@ -67,13 +64,13 @@ class LinearModel:
         return row
 
     def minimise(self, terms: Terms) -> None:
-        """Make the sum of the terms what the solver minimises."""
+        """Minimise the sum of the terms."""
         self.pulp.setObjective(pulp.LpAffineExpression(terms))
 
     def used(self, name: str, numbers: Iterable[tuple[pulp.LpVariable, int]]) -> pulp.LpVariable:
-        """A variable that is 1 as soon as any of the numbers, each of so many units, is not 0."""
+        """A variable that is 1 if any of the numbers, with its maximum, is not 0."""
         found = self.pulp.add_variable(name, 0, 1)
-        for number, most in dict(numbers).items():  # of alike units, one variable
+        for number, most in dict(numbers).items():  # one variable per set of equal units
             self.row(f"{name}_{number.name}", [(found, float(most)), (number, -1.0)], GE)
         self.uses.append(found)
         return found
@@ -81,10 +78,7 @@ class LinearModel:
     def staging(
         self, used: Sequence[tuple[StateOption, pulp.LpVariable]], *, on_device: bool
     ) -> Terms:
-        """The bytes of `implications.staging_bytes`, of options with whether they are used.
-
-        Sizes there are rounded to whole bytes, so that one byte less of a fraction is safe.
-        """
+        """The bytes of `effects.staging_bytes`, by use of options; one byte less is safe."""
         prefix, optimizer = "on_device_" if on_device else "", self.problem.profile.optimizer
         each = [staging_parts(state, optimizer, on_device=on_device) for state, _ in used]
         staging: Terms = []
@@ -98,7 +92,7 @@ class LinearModel:
     def maximum(
         self, name: str, sizes: Iterable[float], used: Iterable[pulp.LpVariable]
     ) -> pulp.LpVariable:
-        """A variable at least as large as the largest of the sizes used."""
+        """A variable of at least the largest used size."""
         largest = self.variable(name)
         for number, (size, one) in enumerate(zip(sizes, used, strict=True)):
             if size > 0:
@@ -107,7 +101,7 @@ class LinearModel:
         return largest
 
     def tier_terms(self, tier: TierName) -> Terms:
-        """Bytes on a tier below the device, staging apart."""
+        """Bytes on a tier below the device, without staging."""
         return [
             (number, size / self.byte_unit)
             for option, number, _ in self.each()
@@ -115,7 +109,7 @@ class LinearModel:
         ]
 
     def add_tiers(self, staging: Terms) -> None:
-        """States, swapped activations and gradients in passing fit each tier's budget."""
+        """States, swapped activations and transient gradients fit each tier's budget."""
         accelerator = is_accelerator(self.problem.implied.device)
         for tier, limit in self.problem.tiers.items():
             terms = self.tier_terms(tier)
@@ -123,7 +117,7 @@ class LinearModel:
                 terms += staging
                 is_short = limit <= SHORT_OF_PASSAGES * PASSING_BYTES
                 if is_short and "disk" in self.problem.tiers:
-                    # What goes to disk and back passes through: `implications.tier_staging_bytes`.
+                    # Bytes to and from disk pass through: `effects.tier_staging_bytes`.
                     on_disk = (
                         (n, len(units)) for o, n, units in self.each() if "disk" in o.tier_bytes
                     )
@@ -131,7 +125,7 @@ class LinearModel:
             self.row(f"budget_{tier}", terms, LE, limit / self.byte_unit)
 
     def busy(self, second_unit: float = 1.0) -> dict[Channel | Lane | str, Terms]:
-        """The seconds that decisions take of each lane at least."""
+        """Least seconds of each lane by the decisions."""
         lanes, last = self.problem.lane_seconds, (self.problem.count - 1,)
         busy: dict[Channel | Lane | str, Terms] = {lane: [] for lane in lanes.lanes}
         for option, number, units in self.each():
@@ -145,10 +139,7 @@ class LinearModel:
 
 
 class DecisionModel(LinearModel):
-    """The decisions of one problem as binaries, and their bytes slot by slot.
-
-    Where units are `alike`, those of a class have the same variables: shares of options.
-    """
+    """One problem's decisions as binaries, shared by classes if `alike`, and bytes by slot."""
 
     def __init__(self, problem: Problem, *, alike: bool = False) -> None:
         super().__init__(problem, "protrain_plan")
@@ -203,11 +194,11 @@ class DecisionModel(LinearModel):
                 yield unit, option, y
 
     def count_units(self) -> None:
-        """Ask for whole numbers of units per option in a class, not for whole decisions.
+        """Require integer numbers of units per option in a class, not integer decisions.
 
-        For units that cost the same, what matters to the bound is how many take an option; which
-        ones is worth little. So this relaxation is nearly as tight as whole decisions, and has
-        hundreds of times fewer cases: a search over orders of equal units proves nothing.
+        For units of equal cost, the bound depends on numbers of units, hardly on which ones. This
+        relaxation is nearly as tight as integer decisions, with hundreds of times fewer cases: a
+        search over orders of equal units proves nothing.
         """
         for variable in self.uses:
             variable.cat = pulp.LpInteger
@@ -227,19 +218,16 @@ class DecisionModel(LinearModel):
 
     @staticmethod
     def count_name(number: int, kind: str, one: pulp.LpVariable) -> str:
-        """The name of how many units of a class take an option, from one unit's binary of it."""
+        """The name of a class's count of an option, from one unit's binary."""
         return f"count_{number}_{kind}_{one.name.split('_', 2)[2]}"
 
     # Memory
 
     def add_memory(self) -> list[pulp.LpVariable]:
-        """m: bytes per slot that stand for the decisions alone, by their changes from slot to slot.
-
-        Also the budgets of the other tiers, since staging buffers stand in one or the other.
-        """
+        """m: bytes per slot by the decisions, from their changes; also the other tiers' budgets."""
         problem, unit = self.problem, self.byte_unit
-        # Every placement with whether some unit of a class takes it: 1 as soon as one does. A
-        # maximum over chunks that are fractions would be a fraction of what one chunk needs.
+        # Every placement, and whether any unit of a class takes it (0 or 1): a maximum over
+        # fractional chunks would be a fraction of one chunk's need.
         used: list[tuple[StateOption, pulp.LpVariable]] = []
         for number, units in enumerate(problem.classes):
             options = problem.options[units[0]].states
@@ -266,7 +254,7 @@ class DecisionModel(LinearModel):
         change[self.end].append((device_workspace, 1.0))
         memory = [self.variable(f"m_{self.slot_name(t)}") for t in range(self.end + 1)]
         for t, m in enumerate(memory):
-            # m_t - m_{t-1} = what the decisions begin to need in slot t, less what they stop to.
+            # m_t - m_{t-1} = bytes that begin to be live in slot t, less those that end.
             before: Terms = [(memory[t - 1], -1.0)] if t else []
             base = base_bytes(problem.profile, problem.settings) / unit if t == 0 else 0.0
             terms = [(m, 1.0), *before, *((x, -size) for x, size in change[t])]
@@ -275,9 +263,9 @@ class DecisionModel(LinearModel):
         return memory
 
     def add_needs(self) -> list[Terms]:
-        """`add_memory`, and in each slot the bytes that the decisions need at least."""
+        """`add_memory`, and each slot's least bytes by the decisions."""
         needs: list[Terms] = [[(standing, 1.0)] for standing in self.add_memory()]
-        # What the last slot leaves stands in the device's update: no slot is left to wait for it.
+        # The last slot's eviction is live in the device's update: no slot waits for it.
         needs[self.end] += [
             (y, leaving.kept / self.byte_unit)
             for _, state, y in self.each_state()
@@ -295,7 +283,7 @@ class DecisionModel(LinearModel):
         ]
 
     def write_lp(self, path: Path) -> None:
-        """The model in the readable `.lp` format."""
+        """Write the model in the readable `.lp` format."""
         with TemporaryDirectory() as folder:
             file = Path(folder, "model.lp")
             self.pulp.writeLP(str(file))
@@ -305,8 +293,8 @@ class DecisionModel(LinearModel):
 def _state_name(decision: Placement) -> str:
     """A placement's name in the model, whose columns the solver's interface sorts by name.
 
-    Among plans that are equally good the solver's choice depends on that order, so that these
-    names are no matter of wording: another name may mean another plan.
+    Ties between equally good plans depend on that order: names are not wording, a change may change
+    plans.
     """
     if decision.keep_gathered:
         name = f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
@@ -318,14 +306,14 @@ def _state_name(decision: Placement) -> str:
 
 
 def least_lane_seconds(problem: Problem, *, stopped: Stopped | None = None) -> float | None:
-    """No plan within the budgets takes less; None where there is no plan.
+    """A lower bound on every plan's seconds; None if there is no plan.
 
-    The fluid model knows when bytes are needed, and its bound is tighter; for a hundred units on a
+    The fluid model's bound is tighter, as it knows when bytes are needed; for a hundred units on a
     machine with two tiers it takes half a minute, and this a second.
     """
     model = DecisionModel(problem)
     for t, terms in enumerate(model.add_needs()):
-        # What the decisions alone need in a slot fits the device.
+        # The decisions' own bytes in a slot fit the device.
         model.row(f"fits_{model.slot_name(t)}", terms, LE, 1.0)
     busiest = model.variable("step")
     for lane, terms in model.busy().items():

@@ -1,7 +1,7 @@
-"""Options that no plan within the budgets has: the relaxation would take fractions of them.
+"""Options outside every plan within the budgets: the relaxation would take fractions of them.
 
-An option is out of reach where its bytes in some slot, with the least that all other decisions hold
-there, exceed the device, or those on a tier exceed the tier.
+An option is out of reach if its bytes in some slot, with the least of all other decisions, exceed
+the device, or those on a tier exceed the tier.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,16 @@ _Rows = list[list[int]]
 
 
 def least_bytes(problem: Problem) -> int:
-    """No choice's peak is lower: each slot with the least that each unit may hold in it."""
+    """A lower bound on every choice's peak: each slot with each unit's least bytes."""
     return max(_least(problem, _rows(problem)))
 
 
 def within_reach(problem: Problem) -> Problem:
-    """Return the problem without options that are out of reach.
-
-    All numbers of options are other ones there.
-    """
+    """The problem without options out of reach; its options are renumbered."""
     rows = _rows(problem)
     left = [[list(range(len(of_kind))) for of_kind in pair] for pair in rows]
     fewer = True
-    while fewer:  # what is left may hold more at least
+    while fewer:  # the rest may have a larger least
         fewer = False
         open_rows = [
             tuple([of_kind[n] for n in numbers] for of_kind, numbers in zip(*one, strict=True))
@@ -55,7 +52,7 @@ def within_reach(problem: Problem) -> Problem:
 
 
 def _rows(problem: Problem) -> list[tuple[_Rows, _Rows]]:
-    """By unit, those of its activation options and of its state options."""
+    """By unit, the rows of its activation options and of its state options."""
 
     def row(changes: tuple[tuple[int, int], ...]) -> list[int]:
         change = [0] * (2 * problem.count + 2)

@@ -1,39 +1,39 @@
-"""The fluid inventory model: transfers as liquids, whose optimum no simulated schedule beats.
+"""The fluid inventory model: divisible transfers, whose optimum bounds every simulated schedule.
 
 Slot t runs from the end of compute t-1 to the end of compute t: a stall of s_t seconds, then
 compute for d_t seconds. Slot 2U is the device's update of the persistent chunks, and the wait for
-the last moves after it. Bytes are fractions of the device's budget M, seconds of the model's plain
-compute time. Decisions are binaries (fractions in the relaxation), everything else is continuous:
+the last moves. Bytes are fractions of the device's budget M, seconds of the model's plain compute
+time. Decisions are binaries (fractions in the relaxation), everything else is continuous:
 
     s, d            seconds of stall and of compute
-    m               bytes that stand for the decisions alone (leads and drains 0)
-    hs, hc, J       per tier: bytes fetched during stall and compute, and fetched ahead after it
-    os, oc, Q       per tier: swapped activations and gradients that leave, and wait to leave
-    rs, rc, R       optimizer states read from disk, and waiting to be read
-    ws, wc, W       parameters and states written to disk, and waiting to be written
-    us, uc, P       seconds of updates on the host, and waiting to be done
-    rs_host ...     the same of states in host memory that the device updates, if any
+    m               bytes by the decisions alone (leads and drains 0)
+    hs, hc, J       per tier: bytes fetched during stall and compute, and prefetched after it
+    os, oc, Q       per tier: swapped activations and gradients evicted, and waiting
+    rs, rc, R       optimizer states read from disk, and waiting
+    ws, wc, W       parameters and states written to disk, and waiting
+    us, uc, P       seconds of updates on the host, and waiting
+    rs_host ...     the same for states in host memory that the device updates, if any
 
-and of several devices
+and on several devices
 
     ns, nc, N       parameters gathered from all ranks during stall and compute, and ahead
     ks, kc, K       per tier: this rank's shards of them, which take no room of their own
-    xs, xc, X       gradients scattered to the ranks that have them, and waiting to be
-    ys, yc, Y       gradients summed for all ranks, and waiting to be
+    xs, xc, X       gradients scattered to their ranks, and waiting
+    ys, yc, Y       gradients summed for all ranks, and waiting
 
-Where steps overlap, the first slot follows the last one: what waits of updates after slot 2U waits
-before slot 0, and has an end by the forward slot that fetches what is updated.
+If steps overlap, the first slot follows the last: updates waiting after slot 2U wait before slot 0,
+and end by the forward slot that fetches their chunk.
 
-Over a window of several slots, stalls, compute and flows may be sums. What waits is known at its
-end then, and its sum over the window's slots: rows of the window are the sums of its slots' rows,
-which every schedule meets as well. Decisions and what stands for them stay per slot. So a model of
-a hundred units has a tenth of the flows, and a bound that is a little lower:
+Over a window of several slots, stalls, compute and flows may be sums. Then waiting amounts are
+known at the window's end, and as a sum over its slots: a window's rows are the sums of its slots'
+rows, which every schedule meets as well. Decisions and their bytes stay per slot. A model of a
+hundred units then has a tenth of the flows, and a slightly lower bound:
 
-    J_all, Q_all ...   what waits after each slot, summed over the slots of a window
+    J_all, Q_all ...   amounts waiting after each slot, summed over a window's slots
 
 The model relaxes the program: moves are divisible and without latency, a lane serves them in any
 order, a swap may return before it left, states waiting in place leave bit by bit. So its optimum
-bounds the seconds of every plan within the budgets (a test holds this).
+bounds the seconds of every plan within the budgets (a test checks this).
 """
 
 from collections import defaultdict
@@ -53,7 +53,7 @@ from protrain_runtime.contract.records.hardware import is_accelerator
 
 
 class Chain(NamedTuple):
-    """The flows of updates of one kind: states are read, worked on, and written."""
+    """The flows of updates of one kind: states are read, updated, and written."""
 
     read: str
     update: str
@@ -61,24 +61,24 @@ class Chain(NamedTuple):
 
 
 BELOW = Chain("read", "up", "write")
-"""Updates in the memory below, where states from disk pass through."""
+"""Updates on the host, where states from disk pass through."""
 
 ON_DEVICE = Chain("read_host", "up_device", "write_host")
 """Updates on the device, where states from host memory pass through."""
 
 _UPDATES = (*BELOW, *ON_DEVICE)
-"""The flows that may run on into the next step."""
+"""Flows that may run on into the next step."""
 
 BOUND_TOLERANCE = 1e-6
 """Slack of the bound for the solver's feasibility tolerance (1e-7) and rounded pieces."""
 
 
-@dataclass(slots=True, eq=False)  # variables compare as constraints, which count as true
+@dataclass(slots=True, eq=False)  # variables overload `==` to make constraints, which are truthy
 class Flow:
-    """One kind of work on a lane: what is done during stalls, during compute, and what waits.
+    """One kind of work on a lane: amounts during stalls, during compute, and waiting.
 
-    What comes for a slot waits on the device, `ahead` of it; all else waits to be done.
-    `rate` turns its unit (bytes / M, or seconds) into fractions of the plain compute time.
+    Fetches wait on the device, `ahead` of their slot; other work waits to be done. `rate` turns its
+    unit (bytes / M, or seconds) into fractions of the plain compute time.
     """
 
     channel: Channel
@@ -86,14 +86,14 @@ class Flow:
     stall: list[pulp.LpVariable]
     compute: list[pulp.LpVariable]
     waiting: list[pulp.LpVariable]
-    all: list[pulp.LpVariable]  # what waits after each slot, summed over a window
+    all: list[pulp.LpVariable]  # waiting after each slot, summed over a window
     rate: float
     of_slot: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))
     amounts: dict[int, Terms] = field(default_factory=lambda: defaultdict(list))  # of a window
 
 
 Weighted = tuple[tuple[Channel, float], ...]
-"""Ways of lanes, with what a second of each counts."""
+"""Channels, weighted per second."""
 
 
 def _word(channel: Channel) -> str:
@@ -116,7 +116,7 @@ class ForwardBackward:
         self.overlap = updating and self.problem.settings.overlap_steps
         self.network = self.problem.lane_seconds.network
         self.hardware = self.problem.profile.hardware
-        # What runs beside compute, but for updates on the device, which take turns with it.
+        # Everything beside compute, except updates on the device, which take turns with it.
         tiers = self.hardware.tiers
         self.channels = [Channel(tier.name, inwards) for tier in tiers for inwards in (True, False)]
         self.channels += [UPDATES] * bool(tiers) + [NETWORK] * self.several
@@ -124,7 +124,7 @@ class ForwardBackward:
             o.decision.update_on_device for _, o, _ in model.each_state()
         )
         self.held_per_written: dict[str, float] = {}
-        # Of what is fetched to be gathered, the ranks have equal shards.
+        # The ranks have equal shards of gathered fetches.
         shards = any(state.fetches and state.gathers for _, state, _ in model.each_state())
         self.held_per_shard = float(shards * self.problem.settings.group.num_shards)
         self._add_flows()
@@ -132,8 +132,8 @@ class ForwardBackward:
         self._add_balances()
         self._add_lanes()
         self._add_compute()
-        # One thread launches all of the phase, during stalls and compute. Nothing is added where
-        # the device is slower at its least than that thread at its most.
+        # One thread launches the whole phase, during stalls and compute. Omitted if the device's
+        # minimum exceeds that thread's maximum.
         costs = [[o.cost for o in options.activations] for options in self.problem.options]
         most = sum(max(cost.launch_s for cost in unit) for unit in costs)
         least = sum(min(cost.compute_s for cost in unit) for unit in costs)
@@ -148,7 +148,7 @@ class ForwardBackward:
         self._add_limits(static)
 
     def name(self, window: int) -> str:
-        """A window goes by its last slot."""
+        """A window is named by its last slot."""
         return self.model.slot_name(self.windows[window][-1])
 
     def variable(self, name: str) -> pulp.LpVariable:
@@ -169,7 +169,7 @@ class ForwardBackward:
         ahead: bool = False,
         per_byte: float | None = None,
     ) -> None:
-        """Add work on the lanes of a channel; updates are counted in seconds, all else in bytes."""
+        """Add work on a channel's lanes; updates are in seconds, all else in bytes."""
         if channel.tier:
             per_byte = self.problem.lane_seconds.per_byte[channel]
         rate = 1.0 if per_byte is None else self.byte_unit * per_byte / self.second_unit
@@ -185,7 +185,7 @@ class ForwardBackward:
         return [flow for flow in self.flows.values() if flow.channel == channel]
 
     def _add_flows(self) -> None:
-        """Add fetches for slots, and what slots leave to be moved, read, updated, written."""
+        """Add fetches for slots, and slots' moves, reads, updates and writes."""
         tiers, several = [tier.name for tier in self.hardware.tiers], self.several
         for name in tiers:
             inwards, outwards = Channel(name, True), Channel(name)
@@ -201,7 +201,7 @@ class ForwardBackward:
                 self._add_flow(ON_DEVICE.update, UPDATE_ON_DEVICE.channel, words)
         if tiers:
             self._add_flow("up", UPDATES, "us uc P")
-        # The shards that tiers hold, what is gathered from all ranks, and reduced over them.
+        # Shards on tiers, gathers from all ranks, and reductions.
         for name in tiers if several else ():
             words = f"ks_{name} kc_{name} K_{name}"
             self._add_flow(f"{name}_shards", Channel(name, True), words, ahead=True)
@@ -213,9 +213,9 @@ class ForwardBackward:
             self._add_flow("sum", NETWORK, "ys yc Y", per_byte=self.network.summed)
 
     def _add_amounts(self) -> None:
-        """Add up what each decision asks of the flows, by slot."""
-        # Of several devices, only the last micro-batch moves gradients, but for sums of shards that
-        # others add up; no host adds them.
+        """Sum each decision's amounts per flow, by slot."""
+        # On several devices only the last micro-batch moves gradients, except for sums of shards;
+        # the host adds none.
         several, updating = self.several, self.updating
 
         def ask(name: str, slot: int, binary: pulp.LpVariable, amount: float) -> None:
@@ -232,7 +232,7 @@ class ForwardBackward:
             slot = self.model.end - 1 - unit_index
             update_s = state.update_s / self.second_unit
             for fetch in (*state.fetches, *state.from_disk):
-                # A common copy takes room of its own, as all that is fetched on one device.
+                # A common copy takes its own room, as do all fetches on one device.
                 if shard := several * (fetch.bytes - state.common_bytes):
                     ask(f"{fetch.tier}_shards", fetch.slot, y, shard / unit)
                 if shard < fetch.bytes:
@@ -262,7 +262,7 @@ class ForwardBackward:
                     self.held_per_written[chain.write] = min(held, known)
 
     def _add_balances(self) -> None:
-        """Add what waits after each window: first what is fetched ahead, then what is left."""
+        """Balance the waiting amounts after each window: prefetched first, then remaining."""
         of_unit = {y: unit for unit, _, y in self.model.each_state()}
         for name, flow in sorted(self.flows.items(), key=lambda item: not item[1].ahead):
             goes_round = self.overlap and name in _UPDATES
@@ -270,27 +270,27 @@ class ForwardBackward:
                 slot = self.name(w)
                 before: Terms = [(flow.waiting[w - 1], 1.0)] if w or goes_round else []
                 after = (flow.waiting[w], -1.0)
-                # What waits before each slot, summed.
+                # Amounts waiting before each slot, summed.
                 each = [*before, (flow.all[w], 1.0), after]
                 if flow.ahead:
                     needed = [(binary, -size) for binary, size in flow.amounts[w]]
-                    # What the slot reads is there when its compute starts.
+                    # A slot's inputs are present when its compute starts.
                     self.row(f"arrive_{name}_{slot}", [*each, (flow.stall[w], 1.0), *needed], GE)
                     # J_t = J_{t-1} + hs_t + hc_t - needed_t
                     came = [(flow.stall[w], 1.0), (flow.compute[w], 1.0)]
                     self.row(f"ahead_{name}_{slot}", [*before, *came, *needed, after], EQ)
                 else:
                     done = [(flow.stall[w], -1.0), (flow.compute[w], -1.0)]
-                    # Only what earlier slots produced can be done by the end of this one.
+                    # Work done by the end of this slot was produced by earlier slots.
                     self.row(f"{name}_produced_{slot}", [*each, *done], GE)
                     # waiting_t = waiting_{t-1} - done_t + produced_t
                     produced = flow.amounts[w]
                     self.row(f"{name}_waiting_{slot}", [*before, *done, *produced, after], EQ)
                 if flow.all[w] is not flow.waiting[w]:
-                    # What waits after the last slot is one of the amounts that are summed.
+                    # The amount waiting after the last slot is one of the summed.
                     self.row(f"{name}_all_{slot}", [(flow.all[w], 1.0), after], GE)
             if goes_round:
-                # When a forward slot computes, what waits is of units after it alone.
+                # While a forward slot computes, only later units' work waits.
                 amounts = [pair for terms in flow.amounts.values() for pair in terms]
                 for w, window in enumerate(self.windows):
                     unit = window[0]
@@ -299,7 +299,7 @@ class ForwardBackward:
                     later = [(y, -size) for y, size in amounts if of_unit[y] > unit]
                     left: Terms = [(flow.waiting[w - 1], 1.0), (flow.stall[w], -1.0)]
                     self.row(f"{name}_by_{self.model.slot_name(unit)}", [*left, *later], LE)
-            elif not flow.ahead:  # the step ends when every move has ended
+            elif not flow.ahead:  # the step ends with its last move
                 self.row(f"{name}_all", [(flow.waiting[self.last], 1.0)], EQ)
         # The device's update waits for the sums of gradients.
         if self.several and self.updating:
@@ -307,7 +307,7 @@ class ForwardBackward:
             self.row("summed_before_update", [(f.compute[self.last], 1.0) for f in sums], EQ)
 
     def _add_lanes(self) -> None:
-        """During a stall a lane does no more than its time; lanes that share a link share it."""
+        """A lane's work in a stall takes at most its time; lanes that share a link share it."""
         every: list[Weighted] = [((channel, 1.0),) for channel in self.channels if not channel.tier]
         if self.on_device:
             every.append(((UPDATE_ON_DEVICE.channel, 1.0),))
@@ -323,15 +323,15 @@ class ForwardBackward:
                 self.row(f"lane_{name}_{self.name(t)}", [*terms, (self.stall[t], -1.0)], LE)
 
     def _shared(self) -> Iterator[list[Weighted]]:
-        """Per link the weighted seconds of its lanes that take no longer than the time there is.
+        """Per link the weighted seconds of its lanes that fit into the available time.
 
         With k of `crossing` between the directions of a link, and n between it and the network:
 
             in + k out + n net <= time,   net + n (in + k out) <= time
 
-        and the same with in and out exchanged. For the set of lanes that run, each at its rate of
-        `rates`, none of these sums grows faster than time does: with all three, of a link's share s
-        = 1 / (1 + n) and duplex d = 1 / (1 + k), s d + k s d + n s = s + n s = 1.
+        and the same with in and out exchanged. For running lanes at their `rates`, no sum grows
+        faster than time: with all three, of a link's share s = 1 / (1 + n) and duplex d = 1 / (1 +
+        k), s d + k s d + n s = s + n s = 1.
         """
         links = [channel for channel in self.channels if channel.tier]
         for inwards, outwards in zip(links[::2], links[1::2], strict=True):
@@ -347,18 +347,17 @@ class ForwardBackward:
             yield of_link
 
     def _add_compute(self) -> None:
-        """Compute's time is divided among the sets of lanes that slow it down and run beside it.
+        """Compute's time is divided among the sets of lanes that run beside it and slow it down.
 
         While a set S runs, compute progresses at the product of its lanes' contention factors, and
-        a lane at its own factor, times `duplex` where both directions of its link are in S. With
-        r_St seconds of set S in slot t, these rows allow what the simulator's rates allow, and
-        no more:
+        a lane at its own factor, times `duplex` if both directions of its link are in S. With r_St
+        seconds of set S in slot t, these rows allow exactly the simulator's rates:
 
             d_t = sum over S of r_St,   compute_t <= sum of rate_S · r_St,
             work of lane l in t <= sum over S with l of rate_Sl · r_St
 
-        Updates on the device take turns with compute: they are seconds of it, in whichever slot.
-        Lanes that leave compute alone take up no time of it; their rows are those of stalls.
+        Updates on the device take turns with compute: they are its seconds, in any slot. Lanes that
+        do not slow compute take none of its time; their rows are those of stalls.
         """
         seconds: list[Terms] = [[] for _ in range(self.last + 1)]
         for unit, activation, x in self.model.each_activation():
@@ -393,11 +392,11 @@ class ForwardBackward:
         self._add_beside_compute(slowing)
 
     def _add_beside_compute(self, slowing: Sequence[Channel]) -> None:
-        """During compute lanes do no more than its time at what is left of their speed."""
+        """During compute, lanes' work fits its time at their remaining speed."""
         quiet = [channel for channel in self.channels if channel not in slowing]
         every: list[Weighted] = [((channel, 1.0),) for channel in quiet if not channel.tier]
         for link in self._shared():
-            # The seconds of the sets say all of lanes that slow compute down.
+            # The sets' seconds cover lanes that slow compute.
             every += [works for works in link if any(channel in quiet for channel, _ in works)]
         for number, works in enumerate(every):
             name = f"{_word(works[0][0])}_{number}"
@@ -411,7 +410,7 @@ class ForwardBackward:
                 self.row(row, [*terms, (self.compute[t], -1.0)], LE)
 
     def _add_chains(self) -> None:
-        """Updates run in the order of backward, and a piece is read, updated, then written."""
+        """Updates run in backward's order; a piece is read, updated, then written."""
         if "up" not in self.flows:
             return
         left = self.per_window("left")
@@ -426,7 +425,7 @@ class ForwardBackward:
             self._add_chain(ON_DEVICE, left)
 
     def _add_chain(self, chain: Chain, left: Sequence[pulp.LpVariable]) -> None:
-        """Add the updates of one kind; `left` are seconds from a slot's end to the step's."""
+        """Add updates of one kind; `left` are seconds from a slot's end to the step's."""
         updates, end = self.flows[chain.update], self.last
         word = "" if chain is BELOW else "device_"
         after = self.per_window(f"{word}updates_from")
@@ -437,7 +436,7 @@ class ForwardBackward:
             terms += [(y, -size) for y, size in updates.amounts[t]]
             self.row(f"{word}updates_from_{self.name(t)}", terms, EQ)
         until = self._add_updates_until(chain) if self.overlap else []
-        # Of what waits for the end of backward, speculative updates may be through by then.
+        # Speculative updates may end before those that wait for the end of backward.
         until_waiting = until
         if self.overlap and any(
             option.decision.speculate for _, option, _ in self.model.each_state()
@@ -446,7 +445,7 @@ class ForwardBackward:
         for unit, state, y in self.model.each_state():
             if not state.update_s or state.decision.update_on_device != (chain is ON_DEVICE):
                 continue
-            # The update of a slot, and all updates behind it in the lane, wait for its gradients.
+            # A slot's update, and all behind it in the lane, wait for its gradients.
             slot, waits = state.update_slot, 0.0
             window = self.windows[t := self.window_of[slot]]
             in_backward = self.problem.settings.updates == "in backward" or state.decision.speculate
@@ -454,16 +453,16 @@ class ForwardBackward:
                 flow = self.flows[f"leave_{state.gradients.tier}"]
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
             if state.scattered and self.several and state.scattered.slot == slot:
-                # Its pieces leave one after the other, while the next are summed.
+                # Its pieces leave one by one while the next are reduced.
                 summed_s = self.network.scattered * state.scattered.bytes
                 waits = max(waits, summed_s / self.second_unit)
-            # Of a window that ends later, no more is left than when it began.
+            # A later-ending window has at most the time left at its beginning.
             ends = left[t] if slot == window[-1] else left[t - 1]
             name, behind = f"tail_{y.name}_{unit}", [(after[t], -1.0)]
-            if slot != window[0]:  # at least its own, and those of windows behind
+            if slot != window[0]:  # at least its own, and later windows'
                 behind = [(after[t + 1], -1.0), (y, -state.update_s / self.second_unit)]
             if self.overlap:
-                # Until the next forward of the unit: its own updates and those of units before it.
+                # Until the unit's next forward: its own updates and earlier units'.
                 until_unit = self.window_of[unit]
                 computed = until_unit + (unit != self.windows[until_unit][0])
                 ahead = [*self.stall[: until_unit + 1], *self.compute[:computed]]
@@ -484,19 +483,16 @@ class ForwardBackward:
                 default=0.0,
             )
             if earlier is self.flows["up"] and len(self.problem.tiers) > 1:
-                continue  # updates there of states in host memory are never written
+                continue  # these updates of states in host memory are never written
             for t in range(end + 1):
-                # What is still to be read or updated is still to be written.
+                # Work not yet read or updated is not yet written.
                 terms = [(earlier.waiting[t], 1.0), (writes.waiting[t], -ratio)]
                 self.row(f"{word}{name}_before_written_{self.name(t)}", terms, LE)
 
     def _add_updates_until(
         self, chain: Chain, *, speculative: bool = True
     ) -> list[pulp.LpVariable]:
-        """Per unit the seconds of its updates, and of those of the units before it.
-
-        Without `speculative`, of those that wait for the end of backward.
-        """
+        """Per unit the seconds of its and earlier updates; without `speculative`, of late ones."""
         name = "updates_until" if chain is BELOW else "device_updates_until"
         name = name if speculative else f"waiting_{name}"
         until = [self.variable(f"{name}_{n}") for n in range(self.problem.count)]
@@ -511,18 +507,18 @@ class ForwardBackward:
         return until
 
     def _add_limits(self, static: list[pulp.LpVariable]) -> None:
-        """In every slot: what the decisions need, what is ahead and what waits fit the budget.
+        """In every slot, live bytes, prefetched bytes and waiting bytes fit the budget.
 
-        Compute waits for what drains before it starts (os, ws); what a slot fetches ahead counts
-        in full, since its bytes are reserved from the slot that submits the move. Of a window, the
-        mean of its slots fits, and its first and its last slot by what is known of them.
+        Compute waits for drains before it starts (os, ws); a slot's prefetches count in full, since
+        their bytes are reserved from the submitting slot. Of a window, the mean of its slots fits,
+        and its first and last slot as far as known.
         """
         flows = [(f, 1.0) for name, f in self.flows.items() if name.startswith("leave_")]
         writes = [self.flows[name] for name in self.held_per_written]
         held_writes = list(zip(writes, self.held_per_written.values(), strict=True))
-        # Prefetch flows, with the device bytes that each byte of them takes. A rank's
-        # shard is read into its place among the others', which are gathered there: the room is
-        # taken by what has been gathered, or, with as much for each shard, by what will be.
+        # Prefetch flows, with the device bytes per byte. A rank's shard is read into its place in
+        # the gather buffer: the room is taken by the gathered bytes, or, per shard, by those to
+        # come.
         shards = [flow for name, flow in self.flows.items() if name.endswith("_shards")]
         others = [flow for flow in self.flows.values() if flow.ahead and flow not in shards]
         every_ahead = {"": [(flow, 1.0) for flow in others]}
@@ -560,25 +556,25 @@ class ForwardBackward:
         ahead: Sequence[tuple[Flow, float]],
         leaving: Sequence[tuple[Flow, float]],
     ) -> None:
-        """The first and the last slot of a window, and for the decisions alone all of them."""
+        """The first and the last slot of a window, and all slots for the decisions alone."""
         first, last = self.windows[w][0], self.windows[w][-1]
         begins: Terms = [(static[first], 1.0)]
         ends: Terms = [(static[last], 1.0)]
         for flow, held in ahead:
-            # Of what was ahead before the window, its first slot takes no more than it needs.
+            # Of earlier prefetches, the window's first slot consumes at most its need.
             begins.append((flow.waiting[w - 1], held))
             begins += [(x, -held * size) for x, size in flow.of_slot[first]]
             ends.append((flow.waiting[w], held))
         for flow, held in leaving:
             begins += [(flow.waiting[w - 1], held), (flow.stall[w], -held)]
-            # What waits after the last slot, but for what that slot leaves, did before.
+            # Everything waiting after the last slot, except its own output, waited before.
             ends.append((flow.waiting[w], held))
             ends += [(x, -held * size) for x, size in flow.of_slot[last]]
         names = self.model.slot_name(first), self.model.slot_name(last)
         self.memory_rows.append(self.row(f"memory{word}_from_{names[0]}", begins, LE, 1.0))
         self.memory_rows.append(self.row(f"memory{word}_until_{names[1]}", ends, LE, 1.0))
         if not self.updating or word:
-            return  # decisions are those of the other phase, or of the other rows
+            return  # decisions are the other phase's, or in the other rows
         for t in self.windows[w]:
             name = f"memory_static_{self.model.slot_name(t)}"
             self.memory_rows.append(self.row(name, [(static[t], 1.0)], LE, 1.0))
@@ -589,10 +585,10 @@ class ForwardBackward:
 
 
 def windows(count: int, size: int) -> list[range]:
-    """The slots of a step, up to `size` of them together, as in forward so in backward.
+    """The slots of a step in windows of up to `size`, mirrored in backward.
 
-    The first and the last slot, and the two between which forward turns into backward, are alone:
-    there the most stands, or something begins or ends.
+    The first and the last slot, and the two between forward and backward, are alone: peaks,
+    beginnings and ends are there.
     """
     forward = [range(1)]
     forward += [range(t, min(t + size, count - 1)) for t in range(1, count - 1, size)]
@@ -605,10 +601,9 @@ def windows(count: int, size: int) -> list[range]:
 class Fluid(DecisionModel):
     """Decisions, memory, transfers and time of one problem; minimises the step's seconds.
 
-    `window` is how many slots share their flows (1: none, for the tightest bound).
-
-    With micro-batches there are two phases with the same decisions: the last one, with the update,
-    and those before it.
+    `window` is the number of slots that share flows (1: none, for the tightest bound). With
+    micro-batches there are two phases with the same decisions: the last one, with the update, and
+    the earlier ones.
     """
 
     def __init__(self, problem: Problem, *, window: int = 1, alike: bool = False) -> None:
@@ -642,10 +637,7 @@ class Fluid(DecisionModel):
         return [row for phase in self.phases for row in phase.memory_rows]
 
     def least_bytes(self, limit_s: float, stopped: Stopped) -> float:
-        """A bound on the bytes of the device, context excluded, at a step of `limit_s` or less.
-
-        Infinity where no plan is that fast. The model asks for the least budget from now on.
-        """
+        """Least device bytes, without context, for a step of `limit_s`; infinity if impossible."""
         budget = self.variable("budget")
         for row in self.memory_rows:
             row.expr.addterm(budget, -1.0)
@@ -657,5 +649,5 @@ class Fluid(DecisionModel):
         return max(0.0, answer.bound * self.byte_unit * (1 - SAFE))
 
     def lower_bound_seconds(self, objective: float) -> float:
-        """The bound on every plan's seconds that a bound on the objective implies."""
+        """The lower bound on every plan's seconds, from a bound on the objective."""
         return max(0.0, objective * self.second_unit * (1 - BOUND_TOLERANCE))

@@ -59,12 +59,12 @@ from protrain_runtime.contract.records.tree import parsed
 from protrain_runtime.contract.records.words import did_you_mean, listed
 
 Decision = tuple[int, int]
-"""The numbers of a unit's activation option and of its state option."""
+"""The numbers of a unit's activation option and state option."""
 
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """Everything that a unit may do; without pins, keep and persistent come first."""
+    """A unit's options; without pins, keep and persistent come first."""
 
     unit: Unit
     activations: tuple[ActivationOption, ...]
@@ -79,20 +79,20 @@ class UnitOptions:
         )
 
     def decision(self, activations: Activations, states: Placement) -> Decision | None:
-        """The numbers of these two; None where the unit cannot take one of them."""
+        """The numbers of these two; None if the unit lacks one of them."""
         known, placements = self.numbers
         if activations not in known or states not in placements:
             return None
         return known[activations], placements[states]
 
     def placed(self, open_to: Callable[[StateOption], bool]) -> "UnitOptions":
-        """Return the unit with the placements that are open to it, where that leaves some."""
+        """The unit with only these placements, unless none is left."""
         left = tuple(filter(open_to, self.states))
         return replace(self, states=left) if 0 < len(left) < len(self.states) else self
 
 
 def homes(implied: Implications) -> list[StateTier]:
-    """Homes of states that are not persistent, the nearest first."""
+    """Tiers of non-persistent states, nearest first."""
     shards: list[StateTier] = ["device"] if implied.settings.group.num_devices > 1 else []
     return [*shards, *(tier.name for tier in implied.profile.hardware.tiers)]
 
@@ -111,15 +111,15 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
         common: list[Placement] = []
         trained = unit.used_by and unit.reached and unit.num_parameters
         trained = trained and unit.stays in ("", WHOLE)
-        # What trains little of a chunk, as adapters do, has next to no gradients and states that
-        # another place of the update would spare.
+        # A chunk trained only in small part, as by adapters, has few gradients and states for
+        # another place of the update to spare.
         trained = trained and 2 * unit.gradient_bytes >= unit.parameter_bytes
         if trained:
             states.append(OPTIMIZER_IN_BACKWARD)
         for home in homes(implied) if unit.used_by and not unit.stays else ():
             offload, buffer = Placement(tier=home), Placement(tier=home, keep_gathered=True)
             if gradient_home(offload, settings, implied.device) == "host" and "host" not in tiers:
-                continue  # the optimizer of this chunk would run in host memory
+                continue  # this chunk's optimizer would run in host memory
             stays = [residencies(one, unit.used_by, len(units)) for one in (offload, buffer)]
             placements = [offload, buffer] if stays[0] != stays[1] else [offload]
             if home == "host" and unit.gradient_bytes < unit.parameter_bytes:
@@ -130,7 +130,7 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
                 placements += [replace(one, update_on_device=True) for one in placements]
             states += placements
         if trained and settings.clip_share < 1:
-            # Behind all others: what there is without has the same numbers.
+            # Last: other options keep their numbers.
             offloads = [one for one in states if one.staged]
             states += [replace(one, speculate=True) for one in offloads]
         states += common
@@ -150,16 +150,15 @@ def unit_options(implied: Implications) -> tuple[UnitOptions, ...]:
 
 KIND, VERSION = "pins", 2
 _MAX_SHOWN = 6
-"""Names of units that a message enumerates; runs count once."""
+"""Most names of units in a message; a run counts once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """Decisions that the units of a pattern have to take; `None`: open to the planner.
+    """Fixed decisions for a pattern's units; `None`: the planner decides.
 
-    `exact_updates` leaves no update to the host's kernels where the model is on an accelerator:
-    their last bits are others (see `records.forms.Exactness`).
-    `source` is where it stands, for messages: `--pin`, or a file with its line.
+    `exact_updates` excludes host updates if the model is on an accelerator: their last bits differ
+    (see `records.forms.Exactness`). `source` is for messages: `--pin`, or a file with its line.
     """
 
     units: str
@@ -173,8 +172,8 @@ EXACT_UPDATES = Pin(units="*", exact_updates=True, source="--exact-updates")
 
 
 def parse_pin(text: str) -> Pin:
-    """The pin in an option such as `layers.0-3: recompute`; ProtrainError where there is none."""
-    units, colon, decisions = text.rpartition(":")  # a decision has no colon, a name might
+    """The pin of an option such as `layers.0-3: recompute`; ProtrainError if invalid."""
+    units, colon, decisions = text.rpartition(":")  # decisions have no colon, names might
     units = units.strip()
     if not colon or not units:
         problem = f"expected units and their decisions, got {text!r}"
@@ -187,7 +186,7 @@ def parse_pin(text: str) -> Pin:
 
 
 def read_pins(path: str | Path) -> tuple[Pin, ...]:
-    """The pins in a file, in order; RecordError, with file, line and key, where it has others."""
+    """The pins in a file, in order; RecordError, with file, line and key, if invalid."""
     source = str(path)
     text = read_text(path)
     try:
@@ -232,17 +231,17 @@ def _decisions(text: str) -> tuple[Activations | None, Placement | None]:
 
 
 def pinned_options(implied: Implications, pins: Sequence[Pin]) -> tuple[UnitOptions, ...]:
-    """The options that the pins leave of every unit.
+    """The options of every unit under the pins.
 
-    Of two pins for one unit's activations the later one holds. ProtrainError where a pattern fits
-    no unit, or where a unit cannot take the decision that holds.
+    A later pin overrides an earlier one of the same kind. ProtrainError if a pattern matches no
+    unit, or a unit cannot take its decision.
     """
     options = unit_options(implied)
     names = [unit.unit.name for unit in options]
     activations: dict[str, Pin] = {}
     states: dict[str, Pin] = {}
     if any(pin.exact_updates for pin in pins):
-        # The host's optimizer has nothing to update.
+        # The host's optimizer updates nothing.
         exact = ([o for o in unit.states if not o.decision.on_host] for unit in options)
         options = tuple(
             replace(unit, states=tuple(left)) if unit.unit.gradient_bytes else unit
@@ -308,7 +307,7 @@ def _cannot(
 
 
 def _why_not_placed(unit: Unit, states: Placement, step: StepSettings, *, is_open: bool) -> str:
-    """Why a chunk cannot be placed so; `is_open`: another one can."""
+    """The reason against a placement; `is_open`: another chunk can have it."""
     if missing := unmet(states, step):
         return f"that is for {missing.words}"
     if states.tier and not unit.used_by:
@@ -324,7 +323,7 @@ def _why_not_placed(unit: Unit, states: Placement, step: StepSettings, *, is_ope
 
 
 def _why_not_waiting(unit: Unit, activations: Activations, allowed: Collection[str]) -> str:
-    """Why a unit's activations cannot wait for backward so."""
+    """The reason against a form of a unit's activations."""
     form = FORMS[activations.form]
     if form.of == "last part":
         return (
@@ -342,8 +341,8 @@ def _why_not_waiting(unit: Unit, activations: Activations, allowed: Collection[s
 
 
 def _matches(pin: Pin, names: Sequence[str]) -> list[str]:
-    """The units that the pin speaks of, at least one; of a run, at least one for every name."""
-    if pin.units in names:  # even where the name itself looks like a run or a glob
+    """The pin's units, at least one; for a run, at least one per name."""
+    if pin.units in names:  # even if the name looks like a run or a glob
         return [pin.units]
     if any(sign in pin.units for sign in "*?["):
         for whole in (pin.units, f"*.{pin.units}"):
@@ -368,7 +367,7 @@ def _no_unit(pin: Pin, wanted: str, names: Sequence[str]) -> ProtrainError:
 
 
 def _shown(names: Sequence[str]) -> str:
-    """The names, runs folded, as an enumeration of at most a few."""
+    """The names, runs folded, truncated to a few."""
     folded = list(_folded(names))
     if len(folded) > _MAX_SHOWN:
         folded = [*folded[: _MAX_SHOWN - 1], f"{len(folded) - _MAX_SHOWN + 1} more"]

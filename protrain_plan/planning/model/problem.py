@@ -1,4 +1,4 @@
-"""One planning problem: a profile, what may be used of each tier, and the options per unit."""
+"""One planning problem: a profile, budgets per tier, and options per unit."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ from protrain_runtime.contract.records.profile import SPARSE, Profile
 from protrain_runtime.contract.records.words import listed
 
 MIN_PIECE_BYTES = 8 * 2**20
-"""Smaller pieces spend their time on starting."""
+"""Smaller pieces are dominated by their start-up."""
 
 MAX_PIECES_ON_DISK = 32
 """More pieces per chunk gain little: what reads, updates and writes begins with one piece, and
@@ -61,23 +61,23 @@ MANY_PIECES = {False: 5_000, True: 25_000}
 looks at hundreds of steps."""
 
 SAFE = 1e-6
-"""Slack of a proven least amount for rounding and the solver's tolerance."""
+"""Slack of a proven minimum, for rounding and the solver's tolerance."""
 
 AMPLE = 2**62
-"""More bytes than there are anywhere."""
+"""More bytes than exist anywhere."""
 
 OVERLAPPING = StepSettings(overlap_steps=True)
-"""Settings where nothing else is asked for; steps overlap where they may."""
+"""Default settings: steps overlap if possible."""
 
 Choice = tuple[Decision, ...]
 """The decisions of all units."""
 
 _bind = lru_cache(maxsize=8)(bind)
-"""Plans that are looked at are often counted, simulated and simulated again."""
+"""Candidate plans are often counted and simulated several times."""
 
 
 def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
-    """The profile without the forms that are not exact, but for those that have leave."""
+    """The profile without inexact forms, except opted-in ones."""
     if set(profile.allowed) <= set(allow):
         return profile
     allowed = allowed_forms(allow, compiled=bool(profile.workload.compile))
@@ -92,12 +92,12 @@ def _with_leave(profile: Profile, allow: Sequence[str]) -> Profile:
 
 
 def most_of(tier: Tier, profile: Profile) -> int:
-    """The most that a budget for a tier may be; there is no limit to what is assumed."""
+    """The largest budget for a tier; assumed tiers have no limit."""
     return tier.capacity_bytes if profile.method == "measured" else AMPLE
 
 
 class Misfit(NamedTuple):
-    """A reason why a plan does not fit a profile's units, with its key in the plan and a fix."""
+    """The reason that a plan does not fit a profile's units, with its key in the plan and a fix."""
 
     problem: str
     key: str
@@ -105,7 +105,7 @@ class Misfit(NamedTuple):
 
 
 def misfit(plan: Plan, profile: Profile) -> Misfit | None:
-    """The first decision that is not open to the profile's units; None where all are."""
+    """The first decision that the profile's units do not offer; None if all fit."""
     planned, there = [unit.name for unit in plan.units], [unit.name for unit in profile.units]
     if planned != there:
         same = [one == other for one, other in zip(planned, there, strict=False)]
@@ -142,7 +142,7 @@ def misfit(plan: Plan, profile: Profile) -> Misfit | None:
 
 
 class Network(NamedTuple):
-    """Seconds per byte of the buffers that are gathered, scattered and summed; on one device, 0."""
+    """Seconds per byte of gathered, scattered and summed buffers; 0 on one device."""
 
     gathered: float = 0.0
     scattered: float = 0.0
@@ -154,22 +154,22 @@ Work = dict[Channel | Lane | str, float]
 
 
 class LaneSeconds:
-    """Seconds of a step that decisions take of each lane at least, over all its micro-batches.
+    """Least seconds of each lane in a step, over all its micro-batches.
 
-    What moves for slots is counted by the channel that lanes share. Lanes of states work on the
-    update, which starts after the first backward slot: their seconds count from the step's
-    beginning, or where steps overlap from there on, to the next one's.
+    Slots' moves count by the channel that lanes share. Lanes of states work on the update, which
+    starts after the first backward slot: their seconds count from the step's beginning, or if steps
+    overlap from that slot to the next step's.
     """
 
     def __init__(self, hardware: Hardware, settings: StepSettings) -> None:
         self.times = float(settings.micro_batches)
         self.overlap = settings.overlap_steps
         self.launches = is_accelerator(hardware.device.kind)  # in a thread beside compute
-        # Of several devices, only the last micro-batch moves gradients, but for sums of shards.
+        # On several devices only the last micro-batch moves gradients, except for sums of shards.
         self.spills = self.times if settings.group.num_devices == 1 else 1.0
         self.scatters = self.times if settings.adds_shards else 1.0
         self.network = Network()
-        if settings.group.num_devices > 1:  # without the latency of single collectives
+        if settings.group.num_devices > 1:  # without latency per collective
             self.network = Network(
                 gathered=collective_seconds_per_byte("all-gather", hardware, settings),
                 scattered=collective_seconds_per_byte("reduce-scatter", hardware, settings),
@@ -193,7 +193,7 @@ class LaneSeconds:
         return {on: self.times * move.bytes * self.per_byte[on] for on, move in moves}
 
     def of_activations(self, option: ActivationOption, *, last: bool) -> Work:
-        """Seconds of each lane for a decision; `last` where its backward is the first."""
+        """Seconds of each lane for a decision; `last` if its backward is the first."""
         cost = option.cost
         both = cost.compute_s
         first = (self.times - 1) * both + cost.forward_s + cost.backward_s * last
@@ -224,14 +224,11 @@ class LaneSeconds:
         return seconds
 
     def of_states(self, option: StateOption) -> Work:
-        """Seconds of each lane for a placement. The device's update waits for all collectives.
-
-        The device takes turns in updating what streams to it, which is time of compute.
-        """
+        """Seconds of each lane for a placement, with turns of updates on the device in compute."""
         seconds, update_s = self.moved_states(option), option.update_s
         seconds[NETWORK] += option.device_s
         if option.decision.update_on_device:
-            # One direction of the link carries states and all else.
+            # One direction of the link carries states and everything else.
             for lane in (Lane("read", "host"), Lane("write", "host")):
                 seconds[lane.channel] = seconds.get(lane.channel, 0.0) + seconds[lane]
             return seconds | {COMPUTE: option.device_s + update_s}
@@ -243,7 +240,7 @@ _Found = TypeVar("_Found")
 
 
 def _once(method: Callable[["Problem", *_Asked], _Found]) -> Callable[["Problem", *_Asked], _Found]:
-    """Cache what a problem says of a choice, which searches ask again and again."""
+    """Cache a problem's answer about a choice: searches repeat them."""
 
     @wraps(method)
     def known(self: "Problem", *asked: *_Asked) -> _Found:
@@ -257,10 +254,7 @@ def _once(method: Callable[["Problem", *_Asked], _Found]) -> Callable[["Problem"
 
 @dataclass(frozen=True)
 class Problem:
-    """Bytes in `device` are for tensors: what they cannot have is taken off already.
-
-    `profile` is `made_from` as one of the devices has it (see `profile_of_rank`).
-    """
+    """Bytes in `device` are for tensors; `profile` is one device's part of `made_from`."""
 
     profile: Profile
     made_from: Profile
@@ -268,7 +262,7 @@ class Problem:
     device: int
     tiers: dict[TierName, int]
     pins: tuple[Pin, ...] = ()
-    ahead_on: tuple[StateTier, ...] = get_args(TierName)  # where states may be so updated
+    ahead_on: tuple[StateTier, ...] = get_args(TierName)  # tiers with such updates
     left: tuple[tuple[Sequence[int], Sequence[int]], ...] = ()  # of options; none: all
     in_parts: bool = True  # whether a chunk may lie in two tiers
 
@@ -281,18 +275,17 @@ class Problem:
         pins: Sequence[Pin] = (),
         allow: Sequence[str] = (),
     ) -> "Problem":
-        """Make the problem: budgets below the device are at most what was measured of the machine.
+        """Make the problem: budgets below the device are capped by the machine's measured sizes.
 
-        An estimated profile assumes what its machine has there: the budgets know better. Budgets
-        are one device's. Forms of activations that are not exact are options only where
-        `allow` gives leave. Steps overlap only where they may (see `StepSettings`).
-        ProtrainError where the profile's machine does not say what joins several devices, or sparse
-        gradients would have to be summed.
+        An estimated profile assumes its machine's sizes: budgets override them. Budgets are one
+        device's. Inexact forms of activations are options only if in `allow`. Steps overlap only if
+        possible (see `StepSettings`). ProtrainError if the profile's machine lacks a network
+        between devices, or sparse gradients would have to be summed.
         """
         group, page_cache_bytes = settings.group, settings.page_cache_bytes
         sparse = [unit.name for unit in profile.units if unit.stays == SPARSE]
         if sparse and (settings.micro_batches > 1 or group.num_devices > 1):
-            # Such a sum grows with every gradient that is added.
+            # Such a sum grows with every added gradient.
             several = group.num_devices > 1
             what = "devices" if several else "micro-batches"
             raise ProtrainError(
@@ -302,12 +295,12 @@ class Problem:
             )
         made_from, profile = profile, _with_leave(profile_of_rank(profile, group), allow)
         profile = replace(profile, hardware=through_cache(profile.hardware, page_cache_bytes))
-        # What goes through the page cache is no more than that may take.
+        # Bytes through the page cache are limited to its budget.
         on_disk = min(budgets.disk, page_cache_bytes) if page_cache_bytes else budgets.disk
         limits: dict[TierName, int] = {"host": budgets.host, "disk": on_disk}
-        # Pieces in which optimizer states move. On a CPU machine the staging buffers stand on the
-        # device: the smallest that is worth it. With a device beside it, the largest chunk's states
-        # make up to `MAX_PIECES_ON_DISK`. A step has no more than a search can look at.
+        # Piece size of optimizer states. On a CPU machine the staging buffers are on the device:
+        # the smallest worthwhile. Beside a device, the largest chunk's states make up to
+        # `MAX_PIECES_ON_DISK`. A step has at most as many as a search can handle.
         beside = is_accelerator(profile.hardware.device.kind)
         largest = max(unit.state_bytes for unit in profile.units) if beside else 0
         sizes = [max(unit.state_bytes, unit.gradient_bytes) for unit in profile.units]
@@ -332,24 +325,24 @@ class Problem:
 
     @staticmethod
     def of_plan(plan: Plan, profile: Profile, budgets: Budgets | None = None) -> "Problem":
-        """The problem that the plan answers, within its own budgets or other ones."""
+        """The problem that the plan answers, within its own budgets or others."""
         return Problem.of(profile, budgets or plan.budgets, plan.settings, allow=plan.allowed)
 
     def changed(self, **changes: Any) -> "Problem":
-        """Return the problem with other budgets or options: what a profile implies is shared."""
+        """The problem with other budgets or options; shares the profile's implications."""
         found = replace(self, **changes)
         kept = ("implied", "lane_seconds", "_described", "_all_options")
         found.__dict__.update({name: getattr(self, name) for name in kept})
         return found
 
     def overlapping(self, overlap_steps: bool) -> "Problem":
-        """Return the problem with steps that overlap, or do not."""
+        """The problem with overlapping steps, or without."""
         if overlap_steps == self.settings.overlap_steps:
             return self
         return replace(self, settings=replace(self.settings, overlap_steps=overlap_steps))
 
     def exactly(self) -> "Problem | None":
-        """Return the problem without opt-in activations; None where a pin asks for them."""
+        """The problem without opt-in activations; None if a pin requires them."""
         if any(
             all(FORMS[option.decision.form].opt_in for option in unit.activations)
             for unit in self.options
@@ -383,7 +376,7 @@ class Problem:
 
     @cached_property
     def compute_seconds(self) -> float:
-        """The least compute of any plan, over all micro-batches: a bound that needs no search."""
+        """The least compute of any plan, over all micro-batches: a bound without search."""
         both = (
             min(option.cost.compute_s for option in options.activations) for options in self.options
         )
@@ -391,7 +384,7 @@ class Problem:
 
     @_once
     def least_seconds(self, choice: Choice) -> float:
-        """A bound on the seconds of every schedule of a choice: no lane is faster than its work."""
+        """A lower bound on every schedule's seconds: each lane's work."""
         rows = (
             row
             for (activations, states), (activation, state) in zip(self._busy, choice, strict=True)
@@ -401,9 +394,9 @@ class Problem:
 
     @cached_property
     def _all_options(self) -> tuple[UnitOptions, ...]:
-        """Options that the pins leave."""
+        """Options under the pins."""
         pins = self.pins
-        if not is_accelerator(self.implied.device):  # its own kernels update all there is
+        if not is_accelerator(self.implied.device):  # its own kernels do all updates
             pins = tuple(pin for pin in pins if not pin.exact_updates)
         return pinned_options(self.implied, pins)
 
@@ -427,21 +420,18 @@ class Problem:
         )
 
     def speculating(self, *tiers: StateTier) -> "Problem":
-        """Return the problem with speculative updates on these tiers alone, and pinned ones."""
+        """The problem with speculative updates only on these tiers, and pinned ones."""
         return self.changed(ahead_on=tiers)
 
     def program(
         self, plans: Sequence[UnitPlan], *, updating: bool = True, clipped: bool = False
     ) -> BoundProgram:
-        """The program of `plans`; without `updating`, of a micro-batch before the last.
-
-        With `clipped`, of a step that does its speculative updates again.
-        """
+        """The program of `plans`: of the `updating` micro-batch, or of a `clipped` step."""
         return _bind(tuple(plans), self.implied, updating=updating, clipped=clipped)
 
     @cached_property
     def _described(self) -> tuple[UnitPlan, ...]:
-        """The units as a plan describes them, with nothing decided."""
+        """The units as plans describe them, undecided."""
         units = self.profile.units
         return tuple(
             UnitPlan(
@@ -470,7 +460,7 @@ class Problem:
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
-        """Units that cost the same, chunks shared between units apart, in execution order."""
+        """Units of equal cost, except chunks shared between units, in execution order."""
         groups: dict[object, list[int]] = {}
         for index, unit in enumerate(self.profile.units):
             options = self.options[index]
@@ -506,20 +496,20 @@ class Problem:
         return [(activation.decision, state.decision) for activation, state in pairs]
 
     def choice_of(self, plans: Sequence[UnitPlan]) -> Choice:
-        """A plan's decisions, which are among the options, as a choice."""
+        """A plan's decisions as a choice; they are among the options."""
         choice = self.known_choice((plan.activations, plan.states) for plan in plans)
         assert choice, "all of them are"
         return choice
 
     def known_choice(self, decisions: Iterable[tuple[Activations, Placement]]) -> Choice | None:
-        """The units' decisions as a choice; None where one of them is not among the options."""
+        """The units' decisions as a choice; None if one is not an option."""
         pairs = zip(self.options, decisions, strict=True)
         numbers = [options.decision(*decided) for options, decided in pairs]
         return tuple(one for one in numbers if one) if None not in numbers else None
 
     @cached_property
     def changes(self) -> list[tuple[list[tuple[tuple[int, int], ...]], ...]]:
-        """Per unit, kind and option: slots from which on it holds so many bytes more."""
+        """Per unit, kind and option: slots with changes of its bytes."""
 
         def changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
             sums: dict[int, int] = {}
@@ -535,7 +525,7 @@ class Problem:
 
     @_once
     def _kinds(self, choice: Choice) -> tuple[list[ActivationOption], list[StateOption]]:
-        """One option of each kind that a choice has: others like it have the same maxima."""
+        """A choice's distinct options of each kind: equal ones have equal maxima."""
         activations: dict[tuple[int, int], ActivationOption] = {}
         states: dict[tuple[int, int], StateOption] = {}
         for unit, ((activation, state), group) in enumerate(
@@ -557,7 +547,7 @@ class Problem:
 
     @cached_property
     def _tier_bytes(self) -> dict[TierName, list[tuple[list[int], list[int]]]]:
-        """Per tier, unit, kind and option what it takes, staging apart."""
+        """Per tier, unit, kind and option its bytes, without staging."""
         return {
             tier: [
                 (
@@ -571,14 +561,14 @@ class Problem:
 
     @_once
     def tier_use(self, tier: TierName, choice: Choice) -> int:
-        """Bytes that a choice takes of a tier below the device."""
+        """A choice's bytes on a tier below the device."""
         total = 0
         for (of_activations, of_states), (a, s) in zip(self._tier_bytes[tier], choice, strict=True):
             total += of_activations[a] + of_states[s]
         return total + tier_staging_bytes(tier, *self._kinds(choice), self.implied)
 
     def beyond(self, choice: Choice) -> dict[StateTier, int]:
-        """Bytes by which a choice exceeds each budget that it does not meet."""
+        """A choice's excess over each budget."""
         found: dict[StateTier, int] = {"device": max(self.static_bytes(choice)) - self.device}
         found |= {tier: self.tier_use(tier, choice) - limit for tier, limit in self.tiers.items()}
         return {tier: size for tier, size in found.items() if size > 0}
@@ -591,7 +581,7 @@ class Problem:
 
     @_once
     def static_bytes(self, choice: Choice) -> list[int]:
-        """Device bytes per slot with every lead and drain 0: the least that a choice can hold.
+        """Device bytes per slot with every lead and drain 0: a choice's minimum.
 
         Entry 2U is the device's update of the persistent chunks.
         """
@@ -606,7 +596,7 @@ class Problem:
         activations, states = self._kinds(choice)
         change[0] += tier_staging_bytes("device", activations, states, self.implied)
         change[end] += round(max(state.device_workspace for state in states))
-        # No slot is left that could wait for what the last one produced: that of the first unit.
+        # No slot waits for the last one's output: the first unit's.
         leaving = self.options[0].states[choice[0][1]].leaving
         if leaving and leaving.slot == end - 1:
             change[end] += leaving.kept

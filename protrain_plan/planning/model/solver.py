@@ -1,9 +1,8 @@
 """The linear solver, HiGHS, behind PuLP.
 
-PuLP states a model and hands it over; from then on the solver has it. A `LinearProgram` keeps it
-there with its last basis, so that the same with another objective, other limits or a row more takes
-a moment. One thread and a fixed seed: the same questions, asked in the same order, have the same
-answers in every process.
+PuLP builds a model and passes it on. A `LinearProgram` keeps it in the solver with its last basis:
+another objective, limit or row then takes a moment. One thread and a fixed seed: the same questions
+in the same order have the same answers in every process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +16,21 @@ import pulp
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 Stopped = Callable[[], bool]
-"""Asked often while the solver runs; true ends it."""
+"""Polled while the solver runs; true ends it."""
 
 ITERATIONS = 1500
 """Iterations of the simplex method from the last basis before an interior point is asked instead:
 about the same seconds. Most changes take some hundreds, few of them ten thousand."""
 
 MOST_ITERATIONS = 60_000
-"""Iterations after which a relaxation has no answer: some without a solution ran for minutes."""
+"""Most iterations of a relaxation: some without a solution ran for minutes."""
 
 _KINDS = highspy.HighsModelStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A result of the solver; `bound` is one that no solution beats (-inf: none proven)."""
+    """A result of the solver; `bound` is a lower bound on all solutions (-inf: none proven)."""
 
     status: Status
     bound: float
@@ -42,23 +41,22 @@ SOLVER = f"HiGHS {highspy.Highs().version()}"
 
 
 class LinearProgram:
-    """A model that the solver keeps. It minimises; variables go by the names that PuLP knows.
+    """A model in the solver. It minimises; variables have PuLP's names.
 
-    `interior` asks for an interior point method, with crossover, the first time: three times as
-    fast as the simplex method from nothing on models of thousands of rows. `stopped` ends every
-    run early.
+    `interior` starts with an interior point method, with crossover: three times as fast as the
+    simplex method from scratch on models of thousands of rows. `stopped` ends runs early.
     """
 
     def __init__(
         self, model: pulp.LpProblem, *, interior: bool = False, stopped: Stopped | None = None
     ) -> None:
         self._variables: Sequence[pulp.LpVariable] = model.variables()
-        # PuLP states the model to the solver, and goes no further.
+        # PuLP passes the model to the solver, without solving it.
         stating = pulp.HiGHS(mip=False, msg=False, threads=1, random_seed=0)
         stating.createAndConfigureSolver(model)
         stating.buildSolverModel(model)
         self._highs: Any = model.solverModel
-        del model.solverModel  # not to be copied or kept with the model
+        del model.solverModel  # not copied or kept with the model
         self._integers = [v.index for v in self._variables if v.cat == pulp.LpInteger]
         self._hard, self._interior, self._integral = interior, interior, False
         if stopped is not None:
@@ -71,11 +69,11 @@ class LinearProgram:
         self._highs.changeColBounds(variable.index, low, high)
 
     def limit(self, row: pulp.LpConstraint, right: float) -> None:
-        """Change the right side of a row that is `<=`."""
+        """Change the right side of a `<=` row."""
         self._highs.changeRowBounds(row.index, -inf, right)
 
     def cost(self, variable: pulp.LpVariable, cost: float) -> None:
-        """Change a variable's factor in what is minimised."""
+        """Change a variable's cost."""
         self._highs.changeColCost(variable.index, cost)
 
     def add_row(self, terms: Sequence[tuple[pulp.LpVariable, float]], *, at_least: float) -> None:
@@ -84,18 +82,18 @@ class LinearProgram:
         self._highs.addRow(at_least, inf, len(terms), indices, [factor for _, factor in terms])
 
     def add_excess(self, rows: Sequence[pulp.LpConstraint], cost: float) -> None:
-        """Allow these `<=` rows one excess at this cost: `allow_excess`."""
+        """Allow these `<=` rows a common excess at this cost: `allow_excess`."""
         self._excess = self._highs.getNumCol()
         indices = [row.index for row in rows]
         self._highs.addCol(cost, 0.0, 0.0, len(rows), indices, [-1.0] * len(rows))
 
     def allow_excess(self, *, allowed: bool) -> None:
-        """Whether rows may be exceeded now."""
+        """Switch the rows' excess on or off."""
         self._highs.changeColBounds(self._excess, 0.0, inf if allowed else 0.0)
 
     @property
     def excess(self) -> float:
-        """By how much rows are exceeded in the last solution."""
+        """The rows' excess in the last solution."""
         return float(self._highs.getSolution().col_value[self._excess])
 
     def solve(
@@ -107,10 +105,10 @@ class LinearProgram:
         gap: float = 0.0,
         target: float = -inf,
     ) -> Solution:
-        """The least value; without `integer`, the linear relaxation's.
+        """The minimum; without `integer`, of the linear relaxation.
 
-        `max_nodes` limits a search tree in a way that does not depend on the machine's speed. So
-        does a whole value of at most `target`.
+        `max_nodes` limits a search tree independently of the machine's speed, as does stopping at
+        an integer value of at most `target`.
         """
         if integer != self._integral:
             kind = highspy.HighsVarType.kInteger if integer else highspy.HighsVarType.kContinuous
@@ -134,7 +132,7 @@ class LinearProgram:
             self._highs.run()
         ended = (_KINDS.kOptimal, _KINDS.kInterrupt, _KINDS.kTimeLimit)
         if not integer and self._hard and self._highs.getModelStatus() not in ended:
-            # Where hardly any solution is left, an interior point may find none.
+            # With hardly any solution left, an interior point may find none.
             self._highs.setOptionValue("solver", "simplex")
             self._highs.run()
         self._interior = self._interior and integer
@@ -161,7 +159,7 @@ class LinearProgram:
         return Solution(status=found, bound=bound, values=values)
 
     def reduced_costs(self, variables: Mapping[str, pulp.LpVariable]) -> dict[str, float]:
-        """By what the last relaxation's value changes with each variable, where it is fixed."""
+        """The last relaxation's reduced cost of each variable, at its fixed value."""
         duals = self._highs.getSolution().col_dual
         return {name: float(duals[variable.index]) for name, variable in variables.items()}
 

@@ -1,13 +1,13 @@
-"""Bytes that PyTorch's allocator may reserve beyond tensors, as long as no card has measured it.
+"""Bytes that PyTorch's allocator may reserve beyond tensors, if not measured.
 
-Peaks count tensors, and limits are on what the allocator has reserved: blocks are cut from
-segments, and what is free of a segment may be too small for the next tensor. A measured profile has
-its own figure (`Device.allocator_bytes`), which plans hold back. An estimate knows none: by default
-its plans leave room for the most that was seen with `expandable_segments`, which `protrain run`
-sets. A plan that leaves less, because its budget is given, is *tight*.
+Peaks count tensors, but limits apply to the allocator's reserve: blocks are cut from segments, and
+a segment's free rest may be too small for the next tensor. A measured profile has its own figure
+(`Device.allocator_bytes`), which plans hold back. Estimates have none: by default their plans leave
+room for the most seen with `expandable_segments`, which `protrain run` sets. A plan that leaves
+less, because its budget is given, is *tight*.
 
-The figures are of runs whose authors published both (LoRA of Llama 2 7B by FSDP). None says that it
-set `expandable_segments`, which lowers them:
+The figures are from runs whose authors published both (LoRA of Llama 2 7B by FSDP). None mentions
+`expandable_segments`, which lowers them:
 
                                                        GB allocated or active   reserved   more
     AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md                        9.16      10.22   12 %
@@ -17,8 +17,8 @@ set `expandable_segments`, which lowers them:
       and without logits that live on                                   15.22      19.36   27 %
 
 With it, an H200 reserved 4 to 10 % more in four trainings under plans (benchmarks/results/gpu.md).
-Others saw more without: GMLake (arXiv 2401.08156) lowers fragmentation by 15 % of what is reserved
-in the mean of eight models, by 33 % at most; STAlloc (arXiv 2507.16274) found up to 43 % wasted.
+Others saw more without: GMLake (arXiv 2401.08156) lowers fragmentation by 15 % of the reserve in
+the mean of eight models, by 33 % at most; STAlloc (arXiv 2507.16274) found up to 43 % wasted.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from protrain_runtime.contract.records.plan import Budgets, TierBytes
 from protrain_runtime.contract.records.profile import Profile
 
 PAIRS = ((9.16, 10.22), (8.28, 10.24), (25.86, 32.67), (20.20, 27.36), (15.22, 19.36))
-"""GB of tensors and GB reserved of the runs above."""
+"""GB of tensors and GB reserved in the runs above."""
 
 EXPANDABLE_PAIRS = ((7.41, 7.91), (1.51, 1.59), (10.05, 11.06), (13.99, 14.60))
 """The same with `expandable_segments`, on an H200: SmolLM2 135M without a limit and under 3 GB,
@@ -44,22 +44,19 @@ MEDIAN, EXPANDABLE_MEDIAN = (_more(pairs)[len(pairs) // 2] for pairs in (PAIRS, 
 `expandable_segments` and with them."""
 
 MOST, EXPANDABLE_MOST = _more(PAIRS)[-1], _more(EXPANDABLE_PAIRS)[-1]
-"""The most of both."""
+"""The maxima of both."""
 
 _MIB = 2**20
 
 
 def headroom_bytes(device_bytes: int, besides_bytes: int) -> int:
-    """Bytes of a device that plans for an estimate leave free by default: whole MiB.
-
-    Of a budget without them, tensors and what is reserved beyond them fit the device.
-    """
+    """MiB that plans for an estimate leave free by default, for the allocator's reserve."""
     room = max(0, device_bytes - besides_bytes)
     return -(-round(room * EXPANDABLE_MOST / (1 + EXPANDABLE_MOST)) // _MIB) * _MIB
 
 
 def default_device_bytes(profile: Profile, *, tight: bool = False) -> int:
-    """Budget of the device where none is given; with `tight`, all of it."""
+    """The default budget of the device; with `tight`, all of it."""
     device = profile.hardware.device
     if tight or not is_unknown(profile):
         return device.memory_bytes
@@ -67,29 +64,26 @@ def default_device_bytes(profile: Profile, *, tight: bool = False) -> int:
 
 
 def left_free_bytes(profile: Profile, budgets: Budgets) -> int:
-    """Headroom of plans within these budgets; 0 where they may use all, or as much as is given."""
+    """Headroom of plans within these budgets; 0 if not the default ones."""
     if budgets.device != default_device_bytes(profile):
         return 0
     return profile.hardware.device.memory_bytes - budgets.device
 
 
 def is_unknown(profile: Profile) -> bool:
-    """Return whether there is an allocator whose reserve was not measured."""
+    """Whether the allocator's reserve was not measured."""
     device = profile.hardware.device
     known = profile.method == "measured" or device.allocator_bytes > 0
     return not known and is_accelerator(device.kind)
 
 
 def reserved_bytes(profile: Profile, peak: TierBytes) -> int:
-    """About what the process takes of the device where it sets `expandable_segments`.
-
-    Of a measured profile, what its peak has.
-    """
+    """Approximate bytes of the process with `expandable_segments`, or the measured ones."""
     unknown = is_unknown(profile)
     return peak.on_device + round(EXPANDABLE_MEDIAN * peak.device) * unknown
 
 
 def is_tight(profile: Profile, peak: TierBytes) -> bool:
-    """Return whether tensors fit the device, and the most that was seen reserved with them not."""
+    """Whether tensors fit the device, but not with the most seen reserved beyond them."""
     needed = peak.on_device + round(EXPANDABLE_MOST * peak.device) * is_unknown(profile)
     return needed > profile.hardware.device.memory_bytes >= peak.on_device

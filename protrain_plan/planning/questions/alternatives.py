@@ -1,9 +1,8 @@
-"""Policies of people without a planner, from the same profile and by the same simulator.
+"""Policies used without a planner, from the same profile and simulator.
 
 Each alternative decides the same for all units, as its library does, with updates after backward
-and steps that do not overlap. Its schedule is the best that the planner finds, so that what is said
-of it is what it can reach, not what it happens to reach. Device memory is what its tensors take,
-with DDP's buckets; what other libraries hold besides is not known.
+and steps that do not overlap. Its schedule is the planner's best: its potential, not a particular
+run. Device memory is its tensors', with DDP's buckets; other libraries' further bytes are unknown.
 """
 
 import itertools
@@ -33,10 +32,7 @@ from protrain_runtime.contract.units import format_bytes
 
 
 class Policy(NamedTuple):
-    """One of them: its name on one device and on several ("" where it is not for these).
-
-    With `buckets`, several devices hold gradients twice (see `bucket_bytes`).
-    """
+    """A policy by device count ("": not available); with `buckets`, see `bucket_bytes`."""
 
     alone: str
     joined: str
@@ -58,12 +54,12 @@ forward and for backward, and update all states on the host when backward has en
 
 
 def bucket_bytes(profile: Profile) -> int:
-    """Bytes of each device that `DistributedDataParallel` holds besides gradients: as many.
+    """Bytes per device of `DistributedDataParallel`'s buckets: as many as gradients.
 
-    It keeps them in the buckets that it reduces, unless it has `gradient_as_bucket_view=True`,
-    which is not its default; its documentation says that this saves the bytes of all gradients.
-    Of 1.10 G parameters in bfloat16 it took 2.20 GB more than one device (`thunder-ddp` and
-    `thunder-1` in benchmarks/published.yaml).
+    Gradients are copied to buckets for reduction, unless `gradient_as_bucket_view=True`, which is
+    not the default; per its documentation that saves the bytes of all gradients. Of 1.10 G
+    parameters in bfloat16 it took 2.20 GB more than one device (`thunder-ddp` and `thunder-1` in
+    benchmarks/published.yaml).
     """
     return sum(unit.gradient_bytes for unit in profile.units)
 
@@ -71,21 +67,21 @@ def bucket_bytes(profile: Profile) -> int:
 def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
     """All policies that a question's machine can follow, in the order of `POLICIES`.
 
-    `problems` are the question's, that of the fewest replicas first. States that have no other
-    place (see `Unit.stays`) persist under every policy.
+    `problems` are the question's, fewest replicas first. States without another place (see
+    `Unit.stays`) persist under every policy.
     """
     fewest = problems[0]
     settings = replace(fewest.settings, updates="after backward", overlap_steps=False)
     problem = replace(fewest, settings=settings, pins=())
     sharded = replace(problem, settings=replace(settings, reductions="in every micro-batch"))
-    evaluators: dict[tuple[int, bool], Evaluator] = {}  # by what is held besides, and its sums
+    evaluators: dict[tuple[int, bool], Evaluator] = {}  # by further bytes, and reductions
     found: dict[Choice, Alternative] = {}
     for policy, checkpointing in itertools.product(POLICIES, (False, True)):
         several = settings.group.num_devices > 1
         name = policy.joined if several else policy.alone
         activations = RECOMPUTE if checkpointing else KEEP
         choice = uniform(problem, [activations], policy.states)
-        # Where no unit can take a policy, it is one that was looked at before.
+        # A policy without effect on any unit equals an earlier one.
         if not name or choice in found:
             continue
         held = bucket_bytes(problem.profile) if several and policy.buckets else 0
@@ -96,7 +92,7 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
                 evaluators[held, one] = Evaluator(asked.changed(device=asked.device - held))
             way = _alternative(name, checkpointing, evaluators[held, one], choice, held)
             ways.append(replace(way, adds_shards=one))
-        # The faster one; where neither fits, that which lacks less.
+        # The faster one; if neither fits, the one that lacks less.
         found[choice] = min(
             ways, key=lambda way: (way.step_seconds or inf, way.peak_bytes.on_device)
         )
@@ -106,7 +102,7 @@ def alternatives(problems: Sequence[Problem]) -> tuple[Alternative, ...]:
 def _alternative(
     name: str, checkpointing: bool, evaluator: Evaluator, choice: Choice, held: int
 ) -> Alternative:
-    """One of them, which holds `held` bytes of the device besides what the program does."""
+    """A policy, with `held` bytes of the device beyond its program's."""
     problem = evaluator.problem
     found: Evaluation | None = evaluator.best_schedule(choice)
     if found is not None:
@@ -138,7 +134,7 @@ def _alternative(
 
 
 def planned(name: str, plan: Plan, profile: Profile, bottleneck: str) -> Alternative:
-    """Return a plan under other conditions, such as with another optimizer."""
+    """A plan under other conditions, such as another optimizer, as an alternative."""
     made = plan.prediction
     return Alternative(
         name=name,

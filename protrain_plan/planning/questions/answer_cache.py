@@ -1,10 +1,10 @@
-"""Answers that were found before: what `plan` and `fit` ask is planned once.
+"""Cached answers: questions of `plan` and `fit` are planned once.
 
 [Note: what is kept] Answers as JSON by their types, without their questions. Planning is
-deterministic, so that an answer by the same name is the one that would be found again. Where a time
-limit or Ctrl-C ended the search, it depends on the machine, and is not kept.
+deterministic: an answer by the same name would be found again. If a time limit or Ctrl-C ended the
+search, the answer depends on the machine and is not cached.
 
-`kept` says what the names hold, and who is believed.
+`cache` says what the names contain, and whose files are trusted.
 """
 
 from contextlib import suppress
@@ -16,33 +16,33 @@ from protrain_runtime.contract.errors import RecordError
 
 
 class AnswerCache(Kept):
-    """Answers by questions, and by what else is `asked`: the objective and the effort, as texts."""
+    """Answers by question and by `asked`: the objective and the effort, as texts."""
 
     def __init__(self, *, off: bool = False) -> None:
         super().__init__("answers", ("highspy", "pulp"), off=off)
 
     def answer(self, question: Question, *asked: object) -> Answer | None:
-        """Return an answer, None where it is not known."""
+        """A cached answer; None if unknown."""
         text = self._read(_named(question, asked))
-        with suppress(RecordError):  # written by another hand
+        with suppress(RecordError):  # not written by us
             return None if text is None else loaded(Answer, text, question=lambda _: question)
         return None
 
     def keep(self, found: Answer, *asked: object) -> None:
-        """Keep an answer."""
+        """Cache an answer."""
         known = found.solved and replace(found.solved, kept=True)
         self._write(_named(found.question, asked), dumped(found, question=None, solved=known))
 
     def number(self, *asked: object) -> int | None:
-        """Return the number that was found before."""
+        """A cached number."""
         text = self._read(repr(asked))
         return int(text) if text and text.isdecimal() else None
 
     def keep_number(self, found: int, *asked: object) -> None:
-        """Keep a number."""
+        """Cache a number."""
         self._write(repr(asked), str(found))
 
 
 def _named(question: Question, asked: tuple[object, ...]) -> str:
-    """All that an answer depends on: the texts of records have every field, to the last bit."""
+    """Everything that an answer depends on: records' texts have every field, to the last bit."""
     return repr((question, asked))

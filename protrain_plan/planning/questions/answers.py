@@ -1,6 +1,6 @@
 """Questions and their answers, as records.
 
-Nothing here plans: a known answer is shown without the planner, which takes longer to import.
+Nothing here plans: cached answers are shown without importing the planner, which takes longer.
 """
 
 from dataclasses import astuple, dataclass, replace
@@ -36,42 +36,42 @@ Quantity = Literal["batch-size", "seq-len"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A profile to plan for, with budgets and the decisions that are fixed."""
+    """A profile to plan for, with budgets and fixed decisions."""
 
     profile: Profile
     budgets: Budgets
     settings: StepSettings = OVERLAPPING
     pins: tuple[Pin, ...] = ()
-    replicas: tuple[int, ...] = ()  # to choose from, fewest first; none: the group's
-    allow: tuple[str, ...] = ()  # leave for forms of activations that are not exact
+    replicas: tuple[int, ...] = ()  # candidates, fewest first; none: the group's
+    allow: tuple[str, ...] = ()  # opted-in inexact forms of activations
 
     @property
     def group(self) -> DeviceGroup:
-        """The devices that are planned for."""
+        """The planned devices."""
         return self.settings.group
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step: those of all devices' micro-batches."""
+        """Tokens of a step, over all devices' micro-batches."""
         return tokens_in_step(self.profile.workload, self.group, self.settings.micro_batches)
 
     def problem(self) -> Problem:
-        """The planning problem; ProtrainError where a pin cannot be met, or devices not joined."""
+        """The planning problem; ProtrainError if a pin cannot be met, or devices lack a network."""
         return self.problems()[0]
 
     def problems(self) -> tuple[Problem, ...]:
-        """Return the problems, one for each number of replicas to choose from."""
+        """The problems, one per candidate number of replicas."""
         groups = [replace(self.group, num_replicas=number) for number in self.replicas]
         return tuple(self.problem_of(self.profile, group) for group in groups or [self.group])
 
     def adding_shards(self) -> "Question | None":
-        """Return what to ask where no plan fits: opt-in reductions in every micro-batch."""
+        """The question if no plan fits: opt-in reductions in every micro-batch."""
         settings = replace(self.settings, reductions="in every micro-batch")
         is_open = ROUNDING in self.allow and settings.adds_shards
         return replace(self, settings=settings) if is_open and settings != self.settings else None
 
     def problem_of(self, profile: Profile, group: DeviceGroup) -> Problem:
-        """Return the problem of another profile, on these devices; errors as of `problem`."""
+        """The problem of another profile, on these devices; errors as in `problem`."""
         hardware = profile_of_rank(profile, group).hardware
         asked: dict[TierName, int] = {"host": self.budgets.host, "disk": self.budgets.disk}
         for tier in hardware.tiers:
@@ -91,10 +91,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The aim; at most one of these, and none for the fastest step.
+    """The aim; at most one field is set, none for the fastest step.
 
-    max_slowdown    least device memory for a step of this many times the fastest
-    pareto_points   the front of memory against time, over so many budgets
+    max_slowdown    least device memory for a step of this multiple of the fastest pareto_points
+    the front of memory against time, over this number of budgets
     """
 
     max_slowdown: float | None = None
@@ -103,10 +103,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastMemory:
-    """The plan of least device memory found among those that take up to `limit_seconds`.
-
-    No plan that fast fits a device budget below `lower_bound_bytes` (the context included).
-    """
+    """The leanest plan found within `limit_seconds`; no such plan is below `lower_bound_bytes`."""
 
     solved: Solved
     limit_seconds: float
@@ -129,12 +126,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Cost of a policy without a planner: bytes of one device and its part of the rest, seconds.
+    """A policy without a planner: bytes of one device and of its part of the rest, seconds.
 
-    With `checkpointing`, every block is recomputed. `step_seconds` is None where it does not fit:
-    `lacks` are the tiers that have too little then, and `peak_bytes` what it needs of each.
-    `bottleneck` says what makes up the step, or how much is lacking. It is `is_tight` where it fits
-    with less room than the allocator may reserve (see `allocator_slack`).
+    With `checkpointing`, every block is recomputed. `step_seconds` is None if it does not fit: then
+    `lacks` are the short tiers, and `peak_bytes` its need of each. `bottleneck` names the step's
+    lanes, or the shortage. It is `is_tight` if it fits with less room than the allocator may
+    reserve (see `allocator_slack`).
     """
 
     name: str
@@ -145,7 +142,7 @@ class Alternative:
     lacks: tuple[str, ...] = ()
     units: tuple[UnitPlan, ...] = ()  # where it fits
     is_tight: bool = False
-    adds_shards: bool = False  # reduces the gradients of every micro-batch
+    adds_shards: bool = False  # reduces every micro-batch's gradients
 
 
 Feasibility = Literal["fits", "fits with a plan", "does not fit"]
@@ -175,17 +172,17 @@ class Answer:
 
     @property
     def profile(self) -> Profile:
-        """The profile that was planned for, with its machine."""
+        """The planned profile, with its machine."""
         return self.question.profile
 
     @cached_property
     def of_rank(self) -> Profile:
-        """The profile of one device's part (see `profile_of_rank`)."""
+        """One device's part of the profile (see `profile_of_rank`)."""
         return self.question.problem().profile
 
     @cached_property
     def report(self) -> StepReport | None:
-        """The simulated step of the plan: of one micro-batch with its update."""
+        """The plan's simulated step: one micro-batch with its update."""
         from protrain_plan.planning.questions.planner import problem_of
 
         if self.solved is None:
@@ -200,7 +197,7 @@ class Answer:
 
     @property
     def verdict(self) -> Feasibility:
-        """`fits`: as plain PyTorch, with nothing planned (a plan may be faster all the same)."""
+        """`fits`: in plain PyTorch, without a plan (which may still be faster)."""
         if self.solved is None:
             return "does not fit"
         plain = self.plain_bytes <= self.solved.plan.budgets.device
@@ -215,7 +212,7 @@ class Answer:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that the process is about to take of the device; 0 without a plan."""
+        """Expected bytes of the process on the device; 0 without a plan."""
         if self.solved is None:
             return 0
         return reserved_bytes(self.profile, self.solved.plan.prediction.peak_bytes)
@@ -227,7 +224,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of a step per second of the predicted one."""
+        """Tokens per second of the predicted step."""
         return self.question.tokens / self.step_seconds if self.step_seconds else None
 
     @property
@@ -236,9 +233,9 @@ class Answer:
         return self.solved.plan.prediction.step_seconds if self.solved else None
 
     def is_for_less(self, other: Question) -> bool | None:
-        """Whether another question has all that this one has, and maybe more memory.
+        """Whether another question offers everything that this one does, perhaps with more memory.
 
-        None where it asks about another step, or another model.
+        None if it concerns another step or model.
         """
         mine, profile = self.question, self.profile
         here = replace(mine, profile=replace(profile, hardware=other.profile.hardware))

@@ -1,7 +1,4 @@
-"""Cells of a grid, as records: the same question with other settings, each with its answer.
-
-Nothing here plans, as in `answers`.
-"""
+"""Cells of a grid, as records: one question under several settings, with answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,26 +17,25 @@ GAP = 0.02
 """Plans this close to the bound are good enough to compare machines and batches."""
 
 WORTH = GAP
-"""Least gain of a change that is named."""
+"""Least gain of a change to name."""
 
 MUCH = 0.1
-"""Least gain of the one change that every answer names."""
+"""Least gain of the change named in every answer."""
 
 COMPUTE = "compute"
-"""Bound: what units compute at least."""
+"""Bound: the units' least compute."""
 LANES = "its lanes"
-"""Bound: what compute, links, updates and collectives do at least, within the memory."""
+"""Bound: the least work of compute, links, updates and collectives, within the memory."""
 MEMORY = "memory: no plan fits"
 PLAN = "its plan"
-"""Bound: the one that a plan was proven with."""
+"""Bound: a plan's proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A question by the `settings` in which it differs from others, with the price of all devices.
+    """A question by its `settings` that differ from others', with the price of all devices.
 
-    `words` say what is changed. With an `answer`, it is about as many tokens in other batches, too:
-    those of `others`.
+    `words` name the change. An `answer` compares equal tokens in other batches, too: `others`.
     """
 
     question: Question
@@ -52,7 +48,7 @@ class Cell:
 
     @property
     def first_bound(self) -> float:
-        """Tokens per second that no plan exceeds: units are computed."""
+        """An upper bound of any plan's tokens per second: the units' compute."""
         asked = (self.question, *self.others)
         return max(q.tokens / min(p.compute_seconds for p in q.problems()) for q in asked)
 
@@ -61,8 +57,8 @@ class Cell:
 class Tried:
     """A cell with its answer, or ruled out by a bound: `reached` is None.
 
-    No plan is faster than `most_tokens_per_s`, which is 0 where none fits. `helps` are the changes
-    of the cell that were asked for, and `best` the one that gains most.
+    No plan exceeds `most_tokens_per_s`, 0 if none fits. `helps` are the requested changes of the
+    cell, and `best` the one that gains most.
     """
 
     cell: Cell
@@ -74,14 +70,14 @@ class Tried:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed of the plan; 0 where there is none."""
+        """The plan's speed; 0 without a plan."""
         return (self.reached and self.reached.tokens_per_s) or 0.0
 
     def times_as_fast(self, base: Answer) -> float | None:
-        """Speed over that of `base`; 0 where neither fits, None where only this does.
+        """Speed over that of `base`; 0 if neither fits, None if only this does.
 
-        1 where a bound rules it out. A search ends where its bound says that the gain is less than
-        `WORTH`, up to the planner's gap, and the speed is the one that it has then.
+        1 if a bound rules it out. A search ends when its bound on the gain is below `WORTH`, up to
+        the planner's gap; the speed is the one at that time.
         """
         if not self.most_tokens_per_s:
             return 0.0
@@ -90,7 +86,7 @@ class Tried:
         return self.tokens_per_s / base.tokens_per_s if base.tokens_per_s else None
 
     def spending(self, step_seconds: float | None) -> Spending:
-        """Return the bill for steps of so many seconds; of nothing for what does not fit."""
+        """The bill for steps of these seconds; empty if nothing fits."""
         if step_seconds is None:
             return Spending()
         question = self.reached.question if self.reached else self.cell.question
@@ -103,7 +99,7 @@ class Tried:
         )
 
     def rank(self, by: Order) -> tuple[bool, float]:
-        """Return the place in an order: those that do not fit are last."""
+        """The sort key of an order: cells that do not fit are last."""
         if self.reached is None or self.reached.solved is None:
             return True, 0.0
         if by == "memory":
@@ -113,7 +109,7 @@ class Tried:
 
 
 def planned(cell: Cell, reached: Answer) -> Tried:
-    """Return a cell with its plan, whose bound holds for all of its plans."""
+    """A cell with its plan and the plan's bound."""
     if reached.solved is None:
         return Tried(cell=cell, most_tokens_per_s=0.0, bound=MEMORY, reached=reached)
     most = reached.question.tokens / reached.solved.plan.prediction.lower_bound_seconds
@@ -121,7 +117,7 @@ def planned(cell: Cell, reached: Answer) -> Tried:
 
 
 def refuse_missing(machine: Hardware, resource: Resource) -> None:
-    """Raise ProtrainError where a machine does not have what is to be changed."""
+    """ProtrainError if a machine lacks the resource to change."""
     tier = "host" if resource == "link" else resource
     if tier != "device" and all(one.name != tier for one in machine.tiers):
         what = "host memory" if tier == "host" else "disk"
@@ -129,10 +125,10 @@ def refuse_missing(machine: Hardware, resource: Resource) -> None:
 
 
 def with_resource(question: Question, resource: Resource, value: float) -> Question:
-    """Return the question with so many bytes, or with a link of so many bytes per second.
+    """The question with these bytes, or a link of these bytes per second.
 
-    Host memory and disk are those of a node; the link is that of a device, in both directions. What
-    joins several devices stays as it is. ProtrainError where the machine has no such tier.
+    Host memory and disk are a node's; the link is a device's, in both directions. The network
+    between devices stays. ProtrainError if the machine has no such tier.
     """
     refuse_missing(question.profile.hardware, resource)
     if resource == "link":
@@ -142,6 +138,6 @@ def with_resource(question: Question, resource: Resource, value: float) -> Quest
 
 
 def with_link(question: Question, tier: TierName, read: float, write: float) -> Question:
-    """Return the question with another link to a tier, in bytes per second."""
+    """The question with another link to a tier, in bytes per second."""
     machine = question.profile.hardware.with_link(tier, read, write)
     return replace(question, profile=replace(question.profile, hardware=machine))

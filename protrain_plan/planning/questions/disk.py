@@ -39,7 +39,7 @@ def solve_sparing(
     effort: Effort | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
-    """Answer as `solve_any` does, with the disk only where it is worth it (see the module)."""
+    """Answer as `solve_any` does, with the disk only if worthwhile (see the module)."""
     effort = effort or Effort()
     without = tuple(one.changed(tiers={**one.tiers, "disk": 0}) for one in problems)
     is_open = any(one.tiers.get("disk") for one in problems)
@@ -62,7 +62,7 @@ def solve_sparing(
         least = min((bound for bound in bounds if bound is not None), default=least)
     enough_s = max(least * (1 + effort.gap_target), effort.enough_s or 0.0)
     wet, known, known_s, took_s = None, [*hints, dry.plan.units], dry_s, dry.solve_seconds
-    # A search that may be given up is a short one; nearly there, a long one is worth it.
+    # A search that may be abandoned is short; close to the limit, a long one is worth it.
     for is_long in (False, True):
         if wet or least > limit_s or dry_s <= enough_s or effort.spent():
             break
@@ -88,6 +88,6 @@ def solve_sparing(
 
 
 def _seconds(solved: Solved) -> tuple[float, float]:
-    """Return a plan's step and the bound on all such plans."""
+    """A plan's step and its bound."""
     prediction = solved.plan.prediction
     return prediction.step_seconds, prediction.lower_bound_seconds

@@ -1,22 +1,21 @@
 """A grid of cells: the same question with other settings, each with its answer.
 
-A setting is more memory, a faster link, another batch, or another machine. The bytes of a
-profile do not depend on a machine's sizes and links, so that one profile answers for all of these.
-What the planner would find is bounded without planning: by what units compute at least, at once,
-and then by what all lanes do at least within the memory.
+A setting is more memory, a faster link, another batch, or another machine. A profile's bytes do not
+depend on a machine's sizes and links: one profile answers for all. Results are bounded before
+planning: by the units' least compute, at once, and then by all lanes' least work within the memory.
 
-[Note: why it is the cheapest] Machines are looked at in the order of their prices. One is passed
-over where a bound says that no plan of it reaches the speed; otherwise it is planned. The first
-whose plan reaches the speed is the answer. A cheaper one may reach it only where its plan does not
-and the bound on its plans does, which are at most that plan's gap apart: it is named. All of this
-is about the seconds of the profile: how far they are from a machine's is another matter.
+[Note: why it is the cheapest] Machines are tried in order of price. One is skipped if a bound
+excludes the speed; otherwise it is planned. The first whose plan reaches the speed is the answer. A
+cheaper one may reach it only if its plan does not and the bound on its plans does, at most that
+plan's gap apart: it is named. All this concerns the profile's seconds, not their distance from a
+real machine's.
 
-[Note: why it is the fastest] Machines are looked at in the order of their first bounds, and passed
-over where a bound is no more than the best plan's speed so far. The search ends when the first
-bound of the next one is. So none is faster than the answer, but for the gaps of their plans.
+[Note: why it is the fastest] Machines are tried in order of their first bounds, and skipped if a
+bound is at most the best plan's speed so far. The search ends when the next first bound is. None is
+faster than the answer, up to the plans' gaps.
 
 PHAZE (Wang et al., ICML 2024, arXiv 2407.13143) searches among architectures of accelerators, with
-an integer program for each one's schedule inside. Here the machines are those that one can have.
+an integer program for each one's schedule inside. Here the machines are available ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,17 +48,14 @@ from protrain_runtime.contract.records.profile import SPARSE
 from protrain_runtime.contract.units import format_bytes
 
 USUAL_HOST = 8 * 2**30
-"""Sizes of host memory are this one's doubles."""
+"""Host memory sizes are this times powers of two."""
 
 MORE_MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The best cell, if there is one, and all that were looked at, in order.
-
-    `unseen` are those that no longer mattered.
-    """
+    """The best cell, if any, and all cells in order; `unseen` ones no longer mattered."""
 
     best: Tried | None
     looked_at: tuple[Tried, ...]
@@ -67,13 +63,11 @@ class Found:
 
 
 def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator[Cell]:
-    """Yield the few changes that people can make to a machine, or to what they ask of it.
+    """The few changes that people can make to a machine or a request.
 
-    host memory     the next double of 8 GiB, of a node
-    link            the next generation of PCIe that is faster
-    device memory   the next of `device_sizes`, with the speed as it is
-    disk            twice as fast: two drives, of which each has half of the bytes
-    micro-batches   four times as many for each update
+    host memory     the next double of 8 GiB, of a node link            the next faster generation
+    of PCIe device memory   the next of `device_sizes`, at the same speed disk            twice as
+    fast: two drives, each with half of the bytes micro-batches   four times as many for each update
     batch           twice as many sequences, in proportion (see `growth.in_proportion`)
     """
     profile, budgets, settings = question.profile, question.budgets, question.settings
@@ -133,7 +127,7 @@ def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator
 
 
 def fits(questions: Sequence[Question], *, compare: bool = False, gap: float = GAP) -> list[Answer]:
-    """Answer each question; none is slower than one before that has no more memory."""
+    """Answer each question; none is slower than an earlier one with no more memory."""
     found: list[Answer] = []
     for question in questions:
         less = [one for one in found if one.is_for_less(question)]
@@ -179,7 +173,7 @@ def tried(
 
 
 def helped(base: Answer, change: Cell) -> Tried:
-    """Answer a change, unless a bound says that it is worth too little."""
+    """Answer a change, unless a bound excludes a worthwhile gain."""
     worth = (base.tokens_per_s or 0.0) * (1 + WORTH)
     below = change.question.tokens / worth if worth else inf
     return tried(change, worth, Effort(gap_target=GAP, below_s=below), known=base)
@@ -214,12 +208,12 @@ def search(
     report: Callable[[Cell, float], None] = lambda *_: None,
     done: Callable[[Tried], None] = lambda _: None,
 ) -> Found:
-    """Find the cheapest cell that reaches a speed; without one, the fastest whatever it costs.
+    """Find the cheapest cell of a speed; without a speed, the fastest at any price.
 
-    See [Note: why it is the cheapest] and [Note: why it is the fastest]. Of cells that cost the
-    same, the first by its bound of computing. The cheapest is planned to the end: its plan is as
-    fast as the planner finds. Each is reported before it is looked at, with the part that is
-    behind, and `done` after that.
+    See [Note: why it is the cheapest] and [Note: why it is the fastest]. Cells of equal price are
+    ordered by their compute bound. The cheapest is planned to the end: its plan is the planner's
+    fastest. Each cell is reported before it is tried, with the completed fraction, and `done` after
+    that.
     """
     firsts = {id(one): one.first_bound for one in cells}
     by_price = {id(one): (one.price_per_hour, -firsts[id(one)]) for one in cells}
@@ -234,7 +228,7 @@ def search(
             return Found(best=best, looked_at=tuple(looked_at), unseen=tuple(ordered[number:]))
         report(cell, number / len(ordered))
         seconds = cell.question.tokens / needed if needed else inf
-        # As fast as that is enough; a search that cannot get there is given up.
+        # Reaching this speed suffices; a search that cannot is abandoned.
         effort = Effort(gap_target=GAP)
         effort = replace(effort, enough_s=seconds) if speed else replace(effort, below_s=seconds)
         found = tried(cell, needed, effort, first=first)
@@ -254,18 +248,18 @@ def search(
 
 
 def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | None:
-    """Return the number of the question with the fastest step; None where none has a plan.
+    """The index of the question with the fastest step; None if none has a plan.
 
-    The questions are of the same sequences per update, in ever larger micro-batches. One is planned
-    where its bound promises a step that is faster by more than the gap asked for: so the answer is
-    the fastest but for that gap. Where bounds are equal, the larger micro-batch comes first.
+    The questions have the same sequences per update, in ever larger micro-batches. One is planned
+    if its bound promises a step faster by more than the requested gap: the answer is the fastest up
+    to that gap. At equal bounds, the larger micro-batch is first.
     """
     bounds: dict[int, float] = {}
     asked = list(questions)
     for number, question in enumerate(questions):
         for one in filter(None, (question, question.adding_shards())):
             bound = least_lane_seconds(one.problem(), stopped=effort.spent)
-            if bound is not None:  # a larger one may fit where this one adds up whole gradients
+            if bound is not None:  # a larger one may fit where this one accumulates whole gradients
                 bounds[number], asked[number] = bound, one
                 break
     best, best_s = None, inf

@@ -24,23 +24,23 @@ from protrain_runtime.contract.units import four_digits
 
 
 def _aligned(size: Fraction) -> int:
-    """Return the bytes in whole blocks, rounded up (towards zero where they are below it)."""
+    """Whole blocks of bytes, rounded up (negative sizes towards zero)."""
     return math.ceil(size / BLOCK_BYTES) * BLOCK_BYTES
 
 
 def size_of(workload: Workload, quantity: Quantity) -> int:
-    """The batch or the sequence of a workload."""
+    """A workload's batch or sequence size."""
     return workload.batch_size if quantity == "batch-size" else workload.seq_len
 
 
 def sized(workload: Workload, quantity: Quantity, value: int) -> Workload:
-    """The workload with another batch or sequence."""
-    changed = {quantity.replace("-", "_"): value, "inputs": ()}  # those were of the size before
+    """The workload with another batch or sequence size."""
+    changed = {quantity.replace("-", "_"): value, "inputs": ()}  # they had the previous size
     return replace(workload, **changed)  # type: ignore[arg-type]
 
 
 def in_proportion(profile: Profile, quantity: Quantity, value: int) -> Profile:
-    """Return the profile of another size. See [Note: in proportion]."""
+    """The profile of another size. See [Note: in proportion]."""
     ratio = Fraction(value, size_of(profile.workload, quantity))
     if ratio == 1:
         return profile
@@ -79,7 +79,7 @@ _Line = Callable[[Fraction, Fraction], Fraction]
 def _between(
     low: Profile, high: Profile, workload: Workload, line: _Line, staying: Sequence[int] = ()
 ) -> Profile:
-    """The profile on a `line` between two; of a unit's backward some bytes are `staying`."""
+    """The profile on a `line` between two; `staying` bytes of a unit's backward are constant."""
 
     def size(one: int, other: int) -> int:
         return _aligned(line(Fraction(one), Fraction(other)))
@@ -135,7 +135,7 @@ STEPS: dict[Quantity, int] = {"batch-size": 1, "seq-len": 64}
 """Values are multiples of these: sequences, and tokens."""
 
 MOST: dict[Quantity, int] = {"batch-size": 2**20, "seq-len": 2**24}
-"""Ends of the search, whatever fits."""
+"""Ends of the search."""
 
 
 def largest_of(question: Question, quantity: Quantity) -> int | None:
@@ -164,7 +164,7 @@ def largest(
         positions = [config.get(key) for key in ("max_target_positions", "max_position_embeddings")]
         most = min([most, *(one for one in positions if isinstance(one, int))])
 
-    # `fitting` fits, `beyond` does not: ever larger strides, then halves of what is in between.
+    # `fitting` fits, `beyond` does not: growing strides, then bisection.
     fitting, beyond, stride = 0, most // step + 1, 1
     while beyond - fitting > 1:
         number = min(fitting + stride, (fitting + beyond) // 2)

@@ -31,7 +31,7 @@ from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.units import format_bytes
 
 FIRST_STEP = 0.002
-"""By how much of the budget the search for the least memory goes up at first."""
+"""First increase of the budget in the search for the least memory."""
 
 BISECTIONS = 4
 
@@ -39,7 +39,7 @@ SHARDED = (
     "with --allow rounding a plan fits: every micro-batch's gradients are reduced, as FSDP2 reduces"
     " them, and their sums are added up in shards"
 )
-"""Advice where whole gradients do not fit."""
+"""Advice if whole gradients do not fit."""
 
 
 def ask(
@@ -50,11 +50,7 @@ def ask(
     report: Callable[[Point], None] | None = None,
     hints: Sequence[Hint] = (),
 ) -> Answer:
-    """The answer to a question; ProtrainError where a pin does not fit it.
-
-    The search for the fastest step begins with `hints`, too. Of a front, each point is reported as
-    soon as it is known.
-    """
+    """The answer to a question, from `hints`; points of a front are reported as found."""
     problems, budgets = question.problems(), question.budgets
     ours = replace(effort, solver="milp")  # baselines are for the fastest step
     answer = Answer(question=question)
@@ -111,8 +107,8 @@ def least_memory(
 ) -> LeastMemory | Infeasible:
     """The least device memory for a step of `max_slowdown` times the fastest within `budgets`.
 
-    The fluid model, asked for the least budget at that speed, gives the bound and the place to
-    start; plans for budgets from there on show how much whole moves need more.
+    The fluid model's least budget at that speed is the bound and the start; plans for budgets above
+    show the cost of whole moves.
     """
     fastest = solve_sparing(problems, budgets, effort=effort)
     if isinstance(fastest, Infeasible):
@@ -173,12 +169,12 @@ def pareto(
     effort: Effort,
     report: Callable[[Point], None] | None = None,
 ) -> tuple[Point, ...] | Infeasible:
-    """Plans from the least memory to what `budgets` allow, each faster than those of less.
+    """Plans from the least memory up to `budgets`, each faster than the smaller ones.
 
-    Budgets are in equal ratios between the least and the largest that helps; a plan that a
-    smaller one beats is left out. Each point is reported as soon as it is known.
+    Budgets are in equal ratios between the least and the largest useful one; dominated plans are
+    omitted. Each point is reported as found.
     """
-    problem = problems[0]  # with the fewest replicas, which needs least
+    problem = problems[0]  # with the fewest replicas, which need least
     lean = min_memory(problem, stopped=effort.spent)
     if lean is None or lean.bytes > problem.device:
         found = solve_problem(problem, budgets, effort=effort)
@@ -214,12 +210,11 @@ def pareto(
 def fit(
     question: Question, *, effort: Effort, compare: bool = False, known: Answer | None = None
 ) -> Answer:
-    """Plan the question's profile, and say what binds; with `compare`, beside alternatives.
+    """Plan the question's profile, and name the bottleneck; with `compare`, beside alternatives.
 
-    Where an alternative is faster by more than the gap that is good enough, the search begins there
-    once more: with sums in shards, which are opt-in, if that one has such sums. The search begins
-    with the plan of a `known` answer for the same step, too, and is no slower where that is for
-    less: see [Note: more is never slower].
+    If an alternative is faster by more than the accepted gap, the search restarts from it: with
+    opt-in sums in shards, if it has them. The search also starts from the plan of a `known` answer
+    for the same step, and is not slower if that has less memory: see [Note: more is never slower].
     """
     problems = question.problems()
     before, is_for_less = (known.solved, known.is_for_less(question)) if known else (None, None)
@@ -271,7 +266,7 @@ def fit(
 
 
 def plain_bytes(problem: Problem) -> int:
-    """Device bytes of plain PyTorch, with what is besides tensors, and DDP's buckets."""
+    """Device bytes of plain PyTorch, with non-tensor bytes and DDP's buckets."""
     besides = problem.profile.hardware.device.besides_bytes
     buckets = bucket_bytes(problem.profile) if problem.settings.group.num_devices > 1 else 0
     return max(problem.static_bytes(tuple((0, 0) for _ in problem.options))) + besides + buckets

@@ -68,13 +68,13 @@ CAUTIONS = (
 """Relaxations near which the search begins."""
 
 WINDOWS = 12
-"""Windows of slots in a forward that the bound is found with (see `fluid`)."""
+"""Windows of slots per forward for the bound (see `fluid`)."""
 
 WALKED_PLAIN, SIMULATED_PLAIN = 12, 2
-"""Plain policies that are walked over, those of the least busy lanes first, and simulated."""
+"""Plain policies to walk, by the least busy lanes, and to simulate."""
 
 SMALL = 16
-"""A model of so few units has a moment to spare for the four-parameter search."""
+"""Models of up to this many units get the four-parameter search."""
 
 FEW = 8
 BRANCHED = {False: 1000, True: 300}
@@ -86,16 +86,16 @@ BRANCHED_UNITS = 800
 """Nodes of that tree times units."""
 
 DESCENTS = 4
-"""Layouts from which steps downhill are tried."""
+"""Layouts to descend from."""
 
 WALKED_UNITS = 25_000
-"""Walks times units, in all: half a second for thirty units, as well as for a hundred."""
+"""Walks times units, in all: half a second for thirty units as for a hundred."""
 
 LEAST_WALKS, MOST_WALKS = 200, 500
-"""Walks of any model, at least and at most."""
+"""Least and most walks of any model."""
 
 LOOSE = 0.05
-"""The gap above which the last steps downhill take eight times as many walks."""
+"""The gap above which the last descents take eight times as many walks."""
 
 MOVING_GAIN = 0.1
 """The part of the step that moving something must save, where keeping everything fits: on an H200
@@ -103,7 +103,7 @@ steps of plans that move took 1.6 to 2.6 times the predicted seconds (benchmarks
 and what the host updates has its rounding."""
 
 ANOTHER = 3
-"""Fewer walks, so many times, for further numbers of replicas."""
+"""Divisor of walks for further numbers of replicas."""
 
 GAIN = 0.005
 """The part of the step by which the best decisions so far must be faster with another number of
@@ -115,7 +115,7 @@ NEAR = 1.2
 of the grid, the fewest of them was the fastest in all but one, and those lay 1 % apart."""
 
 ROUNDS = 8
-"""Rounds of numbers that promise more than all before."""
+"""Rounds of numbers with a better promise than all before."""
 
 IN_VAIN, WORTH = 2, 0.01
 """Rounds that close less than this part of the gap, after which they end, unless it is above
@@ -123,7 +123,7 @@ IN_VAIN, WORTH = 2, 0.01
 13 %; of 11 cases of the grid, the eighth closed that of one from 21 to 12 %."""
 
 WIDE = 0.1
-"""The part of the bound above which a gap is worth a longer search."""
+"""The gap, as part of the bound, that is worth a longer search."""
 
 REORDERED = 60
 """Units up to which a wide gap lets the runs of layouts be tried in other orders, of which no
@@ -132,13 +132,13 @@ best, in twice the time. Of nine cases on several devices, and of ten on one wit
 each gained 2 %."""
 
 ORDERS = 2
-"""Rounds of other orders; a second one follows where the first gains `WORTH`."""
+"""Rounds of other orders; a second follows if the first gains `WORTH`."""
 
 PROMISING = 1.01
-"""Numbers are tried whose value is at most so many times the least known."""
+"""Numbers are tried up to this multiple of the least known value."""
 
 Hint = Sequence[UnitPlan]
-"""The units of a plan to begin with; one that is not open is passed over."""
+"""A plan's units to start from; skipped if not open."""
 
 
 def plan(
@@ -149,10 +149,7 @@ def plan(
     effort: Effort | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
-    """The fastest plan found for `profile` within `budgets`, or why there is none.
-
-    `budgets.device` includes the context. See `solve_problem`.
-    """
+    """The fastest plan found within `budgets` (context included), or `Infeasible`."""
     problem = Problem.of(profile, budgets, settings)
     return solve_problem(problem, budgets, effort=effort, hints=hints)
 
@@ -161,10 +158,7 @@ def plan(
 def solve_problem(
     problem: Problem, budgets: Budgets, *, effort: Effort | None = None, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
-    """The fastest plan found for a problem with these budgets, or why there is none.
-
-    `hints` are plans to begin with.
-    """
+    """The fastest plan found for a problem from `hints`, or `Infeasible`."""
     effort = effort or Effort()
     found = _solved_exactly(problem, budgets, effort, hints)
     is_small = problem.count <= SMALL and effort.solver == "milp" and not effort.spent()
@@ -173,7 +167,7 @@ def solve_problem(
     fewer = problem.changed(in_parts=False)
     if fewer.options == problem.options:  # no chunk may lie in two tiers
         return found
-    # Of few units, a search among fewer options may end with a faster plan.
+    # With few units, a search among fewer options may end with a faster plan.
     other = _solved_exactly(fewer, budgets, effort, hints)
     if not isinstance(other, Solved):
         return found
@@ -185,11 +179,11 @@ def solve_problem(
 def _solved_exactly(
     problem: Problem, budgets: Budgets, effort: Effort, hints: Sequence[Hint]
 ) -> Solved | Infeasible:
-    """Search for an exact plan first, where plans that are not may be chosen.
+    """Search for an exact plan first, if inexact ones are allowed.
 
-    A plan that is not exact is faster than every exact one that was found, by more than tidying may
-    cost: the problem without opt-in forms is solved first. Its plan is one of the whole problem,
-    too, so that an opt-in makes no plan slower.
+    An inexact plan must be faster than every exact one found, by more than tidying may cost: the
+    problem without opt-in forms is solved first. Its plan also solves the whole problem, so an
+    opt-in makes no plan slower.
     """
     exact = problem.exactly() if problem.profile.allowed and effort.solver == "milp" else None
     known = exact and _solved(exact, budgets, effort, hints)
@@ -206,7 +200,7 @@ def _solved_exactly(
 
 
 def proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
-    """Return the plan with a bound that is not its own search's."""
+    """The plan with a bound from another search."""
     prediction = replace(solved.plan.prediction, lower_bound_seconds=bound_s)
     plan = replace(solved.plan, prediction=prediction)
     return replace(solved, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
@@ -244,7 +238,7 @@ def _solved(
 
 
 class _Planning:
-    """The pipeline of one problem that some plan meets."""
+    """The pipeline of one feasible problem."""
 
     def __init__(self, problem: Problem, lean: Choice, effort: Effort) -> None:
         self.problem, self.lean, self.effort = problem, lean, effort
@@ -255,11 +249,11 @@ class _Planning:
             self.walks //= ANOTHER
         first = self.evaluator.evaluate(lean)
         assert first, "the leanest choice meets the budgets"
-        self.evaluator.stopped = effort.spent  # from here on there is a plan
+        self.evaluator.stopped = effort.spent  # from here on a plan exists
         self.best: Evaluation = first
-        self.staying: Evaluation | None = None  # moves nothing, where keeping everything fits
-        self.found: dict[Layout, float] = {}  # seconds of plans at the end of steps downhill
-        self.stages: list[SearchStage] = []  # that have ended
+        self.staying: Evaluation | None = None  # moves nothing, if keeping everything fits
+        self.found: dict[Layout, float] = {}  # seconds of plans at the end of descents
+        self.stages: list[SearchStage] = []  # ended ones
 
     def solve(self, hints: Sequence[Hint]) -> Evaluation:
         """The best plan of all stages."""
@@ -271,7 +265,7 @@ class _Planning:
                 self._keep(found)
         if isfinite(self.effort.below_s) or self.effort.enough_s is not None:
             self._find_bound()
-            # The decisions of another number of replicas may be no faster with this one.
+            # Another number of replicas' decisions may be no faster with this one.
             is_another = self.effort.is_another and fits
             if self.effort.is_vain(self.bound) or (
                 is_another and self.best.seconds >= self.effort.below_s * (1 - GAIN)
@@ -314,7 +308,7 @@ class _Planning:
         return self.best
 
     def solve_baseline(self, name: Baseline) -> Evaluation | None:
-        """The best plan of a baseline, None where it has none within the budgets."""
+        """The best plan of a baseline; None without one within the budgets."""
         self._find_bound()
         found = baseline(name, self.problem, self.evaluator)
         if found:
@@ -323,7 +317,7 @@ class _Planning:
         return found
 
     def solved(self, best: Evaluation, budgets: Budgets, seconds: float) -> Solved:
-        """The answer: `best` as a plan, with what it promises."""
+        """The answer: `best` as a plan, with its prediction."""
         profile, settings = self.problem.profile, self.problem.settings
         program = self.problem.program(best.plans)
         peaks = peak_bytes(program)
@@ -375,7 +369,7 @@ class _Planning:
     def counting(self) -> Counting:
         """The fluid model and its numbers, by windows of slots."""
         window = -(-self.problem.count // WINDOWS)
-        # The solver asks ten thousand times: not at all where nothing ends a search.
+        # The solver polls ten thousand times: skipped if nothing ends a search.
         is_endless = self.effort.stopped is never and self.effort.time_limit_s is None
         stopped = None if is_endless else self.effort.spent
         return Counting(self.problem, window=window, stopped=stopped)
@@ -387,7 +381,7 @@ class _Planning:
 
     @cached_property
     def descent(self) -> Descent:
-        """The search downhill, which knows what it has looked at."""
+        """The descent, which remembers tried layouts."""
         return Descent(self.problem, self.evaluator, self.prices, self.effort.seed)
 
     def _find_bound(self) -> None:
@@ -396,7 +390,7 @@ class _Planning:
 
     @property
     def _enough_s(self) -> float:
-        """The seconds of a plan that is good enough."""
+        """The seconds of a good enough plan."""
         return max(self.bound * (1 + self.effort.gap_target), self.effort.enough_s or 0.0)
 
     def _good_enough(self) -> bool:
@@ -417,7 +411,7 @@ class _Planning:
             self.best = evaluation
 
     def _staying_will_do(self, seconds: float) -> bool:
-        """Take the plan that moves nothing, unless one of so many seconds is worth its moves."""
+        """Take the plan that moves nothing, unless `seconds` is worth the moves."""
         if self.staying is None or self.staying.seconds > seconds * (1 + MOVING_GAIN):
             return False
         self.best = self.staying
@@ -556,10 +550,7 @@ def solve_any(
     effort: Effort | None = None,
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
-    """The fastest plan found for any of the problems; why the first has none, where none has any.
-
-    The bound is one on the plans of all of them. Arguments as of `solve_problem`.
-    """
+    """The fastest plan of any problem, with a bound for all; or why the first has none."""
     effort = effort or Effort()
     if len(problems) == 1:
         return solve_problem(problems[0], budgets, effort=effort, hints=hints)

@@ -98,10 +98,7 @@ class Effort:
         return self.stopped() or self.left_s() <= 0
 
     def late(self) -> Callable[[], bool]:
-        """Asked often: whether the search should have ended some time ago.
-
-        Without any plan at all it goes on for as long: most first plans are a moment's work.
-        """
+        """Whether the search should have ended; without any plan it gets as much time again."""
         since: list[float] = []
 
         def late() -> bool:
@@ -187,10 +184,7 @@ def exact_where_free(
 def simplified(
     problem: Problem, best: Evaluation, *, slowest_s: float, stopped: Stopped = lambda: False
 ) -> Evaluation:
-    """`best` with leads and drains made uniform and small, within the budgets and `slowest_s`.
-
-    With slower lanes, too, the step takes no longer than it did.
-    """
+    """`best` with small uniform leads and drains, as fast also on slower lanes."""
     plans, num_moves = best.plans, 0
     slow_s = step_seconds(problem, plans, lanes_at=SLOWER_LANES)[0] * (1 + TOLERANCE)
 

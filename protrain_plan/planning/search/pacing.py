@@ -515,10 +515,7 @@ class _Walk:
         return False
 
     def ahead(self, arrival: _Arrival, t: int) -> tuple[float, int]:
-        """The lead of what is submitted now, and the bytes of it that slot t has room for.
-
-        Where not for all, the first pieces may come a slot before the rest; 0: there is no room.
-        """
+        """The lead of a move submitted now, and its bytes with room in slot t; 0: no room."""
         served, size, pieces, room = arrival.slot, arrival.bytes, arrival.pieces, self.room
         if min(room[t + 1 : served], default=size) < size:
             return 0, 0

@@ -194,10 +194,7 @@ class Search:
     def run(
         self, stages: Sequence[int], below_s: float, report: Callable[[str], None]
     ) -> Pipelined | None:
-        """The fastest pipeline found with one of these numbers of stages.
-
-        A bound above `below_s` needs no other proof, and a shape with such a bound no plan.
-        """
+        """The fastest pipeline with one of these numbers of stages, if faster than `below_s`."""
         best: Pipelined | None = None
         best_s = below_s
         shapes = [shape for shape in self.cuts if shape.stages in stages]

@@ -118,10 +118,7 @@ def problems_of(
 
 
 def of_plan(plan: Plan, profile: Profile) -> Pipelined:
-    """The stages of a plan with a pipeline, whose units are those of the profile, predicted again.
-
-    ProtrainError where a stage has a decision that it cannot have.
-    """
+    """A plan's pipeline, predicted again; ProtrainError for a decision that a stage lacks."""
     stages: list[Stage] = []
     for s, (problem, own) in enumerate(problems_of(plan, profile)):
         peaks = peak_bytes(problem.program(own.units))
@@ -154,10 +151,7 @@ def pipelined(pipeline: Pipeline, stages: Sequence[Stage]) -> Pipelined:
 
 
 def stage_seconds(middle: BoundProgram, last: BoundProgram, sizes: Sequence[int]) -> StageSeconds:
-    """Seconds of a stage's chunks of so many units, from its simulated micro-batches.
-
-    `middle` is the program of a micro-batch before the last, and `last` of one with the update.
-    """
+    """Seconds of a stage's chunks, from simulated middle micro-batches and the `last` one."""
 
     def split(program: BoundProgram) -> tuple[tuple[float, ...], tuple[float, ...], float]:
         timeline = simulate(program)

@@ -95,10 +95,7 @@ def _summed_up(step: Step) -> Data:
 def step_data(
     step: Step, *, recording: Recording | None = None, front: Sequence[Data] = ()
 ) -> Data:
-    """Everything that is shown of a step; a recording must be one of its plan.
-
-    The `front` of memory against time is that of `plan --json`.
-    """
+    """All data about a step, with its `recording` and the `front` of `plan --json`."""
     scale, plan, report = _Scale(step), step.plan, step.report
     ran = bars(step, step.timeline.spans)
     return {
@@ -237,10 +234,7 @@ WAITS = "waits of compute"
 
 
 def trace_text(step: Step, *, of_all: bool = False) -> str:
-    """The step in Chrome's trace event format, which Perfetto opens: JSON, an event a line.
-
-    With `of_all`, it is the step of all stages, where there are several.
-    """
+    """The step in Chrome's trace event format for Perfetto; `of_all`: of all stages."""
     about = {
         "program": f"protrain-plan {__version__}",
         "model": step.plan.workload.model,

@@ -242,10 +242,7 @@ activations that are elsewhere now."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMemory:
-    """Bytes on one tier: those at `index` from `times_s[index]` on, until the next ones.
-
-    `by_kind` has the kinds that are there at some time, in the order of KINDS.
-    """
+    """Bytes on a tier from `times_s[index]` on; `by_kind` in the order of KINDS."""
 
     name: str  # "device", "host", "disk"
     budget_bytes: int

@@ -1,1 +1,1 @@
-"""Bytes of units. In: a model and its units. Out: bytes, on real or on fake tensors."""
+"""Bytes of units. In: a model and its units. Out: bytes, from real or fake tensors."""

@@ -1,11 +1,11 @@
-"""Equal blocks need to run once: of a class a few run, and stubs take the others' places.
+"""Equal blocks run once: a few of each class run, stubs replace the others.
 
-A class is of blocks with the same structure, the same operators on tensors of the same shapes, the
+A class has blocks with the same structure, the same operators on tensors of the same shapes, the
 same inputs shared with other blocks or saved for backward, and outputs of the same kind, saved by
-who runs next or not. Its first two members and its last one run. A stub hands on outputs of the
-right shapes, and saves the inputs that its block saves: how long they live is counted for who made
-them, such as the part that adds a residual outside the blocks. It keeps nothing else for backward,
-and its parameters get no gradients. It never touches them, so they may be on `meta`.
+the next unit or not. Its first two members and its last one run. A stub returns outputs of the
+right shapes, and saves the inputs that its block saves: their lifetime counts for their maker, such
+as a part that adds a residual outside the blocks. It keeps nothing else for backward, gives its
+parameters no gradients and never touches them, so they may be on `meta`.
 """
 
 from collections import defaultdict
@@ -34,13 +34,13 @@ from protrain_runtime.contract.records.profile import Unit
 
 
 class _Handed(NamedTuple):
-    """An output that is one of the input tensors itself."""
+    """An output that is an input tensor itself."""
 
     position: int
 
 
 class _Made(NamedTuple):
-    """An output that the block makes."""
+    """An output made by the block."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -49,11 +49,11 @@ class _Made(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Outputs:
-    """The result of a block: a tree of tensors that it made or was handed, and of other values."""
+    """A block's result: a tree of made or passed-on tensors, and of other values."""
 
     tree: TreeSpec
     leaves: tuple[object, ...]
-    saves: tuple[int, ...]  # positions of the inputs that the block saves for its backward
+    saves: tuple[int, ...]  # positions of inputs saved for backward
 
     @property
     def made(self) -> tuple[_Made, ...]:
@@ -62,10 +62,10 @@ class _Outputs:
 
 @dataclass(frozen=True, slots=True)
 class BlockClasses:
-    """Which units run: `representatives[u]` is u itself, or the unit that u is equal to."""
+    """Which units run: `representatives[u]` is u itself, or the unit equal to u."""
 
     representatives: tuple[int, ...]
-    outputs: Mapping[int, _Outputs]  # of the units that do not run
+    outputs: Mapping[int, _Outputs]  # of units that do not run
 
     @property
     def stubbed(self) -> tuple[int, ...]:
@@ -77,12 +77,12 @@ def equal_blocks(
 ) -> BlockClasses:
     """Find the classes, from one forward of everything. Fake tensors work too.
 
-    The blocks that are `alone` run. A block that shares parameters with other units runs, and so
-    does one that makes gradients flow out of inputs without any, or saves its own output for
-    backward: the next block reads that too, which a stub before or after it would not show. Nor
-    would one show what stays of a block for others than the next unit: an output that the model's
-    code holds, writes to or hands to more than one unit, what a context or an attribute holds. And
-    a stub cannot write into its arguments, or return what is no tensor and no plain value.
+    Blocks that run: those in `alone`; those that share parameters with other units; those whose
+    outputs require gradients though no input does; and those that save their own output for
+    backward, which the next block reads too, and a stub would not show. Nor would a stub show a
+    block's tensors held outside the next unit: an output that the model's code holds, writes to or
+    passes to several units, or tensors in a context or an attribute. A stub cannot write to its
+    arguments, or return values other than tensors and plain values.
     """
     with writing_arguments([unit.module for unit in found]) as written:
         seen = _observed(model, found, batch)
@@ -108,8 +108,8 @@ def equal_blocks(
     representatives = list(range(len(found)))
     for members in classes.values():
         for index in members[2:-1]:
-            # Autograd may run the backward of what is before a block within the block's slot, such
-            # as that of a loss beside it: a stub has that with it, but not the one it stands for.
+            # Autograd may run the backward of code before a block in the block's slot, such as a
+            # loss beside it: a stub would include it, but not the block it replaces.
             if seen[index].before == seen[members[1]].before:
                 representatives[index] = members[1]
     return BlockClasses(
@@ -120,7 +120,7 @@ def equal_blocks(
 
 @contextmanager
 def stubs_in_place(found: Sequence[FoundUnit], block_classes: BlockClasses) -> Iterator[None]:
-    """The model with stubs for the blocks that need not run."""
+    """The model with stubs for blocks that need not run."""
     with ExitStack() as stack:
         for index, outputs in block_classes.outputs.items():
             module = found[index].module
@@ -150,32 +150,32 @@ def filled(units: Sequence[Unit], block_classes: BlockClasses) -> list[Unit]:
 
 @dataclass(slots=True)
 class _Block:
-    """The arguments and the result of one block."""
+    """One block's arguments and result."""
 
-    inputs: tuple[tuple[int, ...], ...]  # of each tensor, the identities of its storages
+    inputs: tuple[tuple[int, ...], ...]  # each tensor's storage identities
     geometry: tuple[object, ...]  # of the inputs
-    gradients: bool  # some input needs a gradient
+    gradients: bool  # some input requires a gradient
     outputs: _Outputs
-    before: list[object]  # operators, since the block before it
-    saves_output: bool  # an output that it makes is saved for its own backward
+    before: list[object]  # operators since the block before
+    saves_output: bool  # an output of its own is saved for its backward
     output_is_saved: bool = False  # by the next unit
-    # Something that it made is held when the unit after the next begins, or is written to.
+    # Some of its tensors are held when the unit after the next begins, or are written to.
     stays: bool = False
 
 
 class _Making(NothingCompiled, TorchDispatchMode):
-    """Sees what the blocks make, and which of it others than autograd hold after them."""
+    """Records the blocks' tensors, and which of them others than autograd hold afterwards."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = TrackedStorages()
-        self._block = -1  # that runs
+        self._block = -1  # the running one
         self._made: dict[int, set[int]] = {}
-        self._saved_here: set[int] = set()  # by the block that runs
-        self.outputs: dict[int, set[int]] = {}  # of blocks, that they made
+        self._saved_here: set[int] = set()  # by the running block
+        self.outputs: dict[int, set[int]] = {}  # of blocks, made by them
         self.saved: set[int] = set()
         self.staying: set[int] = set()  # blocks
-        self.before: list[object] = []  # operators, since the last block
+        self.before: list[object] = []  # operators since the last block
 
     def pack(self, tensor: Tensor) -> Packed:
         keys = identities([tensor])
@@ -184,18 +184,18 @@ class _Making(NothingCompiled, TorchDispatchMode):
         return self._known.of(tensor).pack(tensor)
 
     def keys(self, tensors: Iterable[Tensor]) -> set[int]:
-        """The identities of the tensors' storages, from here on."""
+        """The identities of the tensors' storages from here on."""
         return {self._known.of(tensor).key for tensor in tensors}
 
     def begin(self, block: int) -> None:
-        """A block begins: what those made that ended before the last one should be gone."""
+        """A block begins: tensors of blocks that ended before the last one should be gone."""
         for other, outputs in self.outputs.items():
             if other != self._block and self._held(outputs):
                 self.staying.add(other)
         self._block, self._made[block], self._saved_here = block, set(), set()
 
     def end(self, block: int, outputs: set[int]) -> set[int]:
-        """A block has ended: nothing should be left but its outputs. Returns what it saved."""
+        """A block has ended: only its outputs should be left. Returns its saved storages."""
         self.outputs[block] = outputs
         if self._held(self._made.pop(block) - outputs):
             self.staying.add(block)
@@ -209,7 +209,7 @@ class _Making(NothingCompiled, TorchDispatchMode):
     ) -> object:
         if func.namespace == "prim":
             return asked(func, args, kwargs or {})
-        if func._schema.is_mutable:  # a block's output perhaps, once it has ended
+        if func._schema.is_mutable:  # perhaps of a block's output, after its end
             written = identities(written_arguments(func, args, kwargs or {}))
             self.staying |= {block for block, made in self.outputs.items() if made & written}
         result = func(*args, **(kwargs or {}))
@@ -302,15 +302,15 @@ def _stub(outputs: _Outputs, *args: object, **kwargs: object) -> object:
 
 
 class _Stub(torch.autograd.Function):
-    """Outputs from nowhere, and gradients that are zero; in between it keeps inputs alone."""
+    """Outputs from nowhere, and zero gradients; in between it keeps only inputs."""
 
     @staticmethod
     def forward(ctx: Any, like: _Outputs, *inputs: Tensor) -> tuple[Tensor, ...]:
         made = like.made
-        # Something is saved always: a form that recomputes holds inputs for what it drops.
+        # Something is always saved: a recomputing form holds inputs for dropped tensors.
         ctx.save_for_backward(inputs[0].new_empty(0), *(inputs[place] for place in like.saves))
         ctx.wanted = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in inputs]
-        # Copies of inputs where one has the shape: values stay what a model's values may be.
+        # Copies of inputs of the same shape: values stay plausible for the model.
         known = {(tensor.shape, tensor.dtype): tensor for tensor in reversed(inputs)}
         found: list[Tensor] = []
         for output in made:

@@ -1,9 +1,9 @@
-"""`FakeMeter`: live bytes of fake tensors, as `MemoryMeter` counts them of real ones.
+"""`FakeMeter`: live bytes of fake tensors, as `MemoryMeter` counts real ones.
 
-What operators hold only while they run is measured, where the processor is at hand: each is called
-once, for real (`measured_bytes`). Kernels choose their scratch memory by the processor, its
-instructions and the number of threads; where these are the machine's own, nothing need be known of
-them. Elsewhere the table of `hardware.operators` bounds it.
+Operators' scratch memory is measured if the processor is present: each is called once, for real
+(`measured_bytes`). Kernels choose scratch memory by the processor, its instructions and the number
+of threads: on the same machine nothing need be known of these. Otherwise the table of
+`hardware.operators` bounds it.
 """
 
 import weakref
@@ -40,7 +40,7 @@ other result shapes for zero operands, and are recognized by that."""
 
 
 class _Geometry(NamedTuple):
-    """A tensor's properties, apart from its values."""
+    """A tensor's properties, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,24 +52,24 @@ class _Geometry(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """From the first that the tensor has to the last: expanded ones have few."""
+        """The span from its first to its last element: expanded tensors have few."""
         if 0 in self.shape:
             return 0
         steps = zip(self.shape, self.stride, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps)
 
     def zeros(self) -> Tensor:
-        """A tensor that is like it; zeros are indices of whatever there is."""
+        """A tensor like it; zeros are valid indices."""
         flat = torch.zeros(self.num_elements, dtype=self.dtype, device="cpu")
         return flat.as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCall:
-    """An operator with all that its scratch memory may depend on: equal calls take the same."""
+    """An operator with everything that its scratch memory depends on: equal calls take the same."""
 
     func: Any
-    arguments: tuple[tuple[type, object], ...]  # 1, 1.0 and True are equal, and not the same
+    arguments: tuple[tuple[type, object], ...]  # 1, 1.0 and True are equal, but differ
     tree: TreeSpec
     results: tuple[tuple[int, ...], ...]  # shapes
     num_threads: int
@@ -78,7 +78,7 @@ class MeasuredCall:
     def of(
         func: Any, args: object, kwargs: object, results: Sequence[Tensor]
     ) -> "MeasuredCall | None":
-        """The call; None where it cannot be repeated (see `MOST_BYTES`, `_BY_VALUES`)."""
+        """The call; None if not repeatable (see `MOST_BYTES`, `_BY_VALUES`)."""
         leaves, tree = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         everything = [*given, *results]
@@ -108,7 +108,7 @@ def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int |
         return _MEASURED
     # One run of the profiler for all: it takes 20 ms to start.
     shapes: list[tuple[tuple[int, ...], ...]] = []
-    generator = torch.default_generator  # itself: `faking` replaces the functions that ask it
+    generator = torch.default_generator  # itself: `faking` replaces its query functions
     with _disable_current_modes(), torch.no_grad(), ExitStack() as stack, MemoryMeter() as meter:
         stack.callback(generator.set_state, generator.get_state())
         for call in new:
@@ -117,8 +117,8 @@ def measured_bytes(calls: Iterable[MeasuredCall]) -> Mapping[MeasuredCall, int |
             )
             args, kwargs = tree_unflatten(given, call.tree)
             result: object = None
-            with suppress(Exception):  # any operator, and operands that it may refuse
-                call.func(*args, **kwargs)  # what is made in the first call stays
+            with suppress(Exception):  # any operator may refuse its operands
+                call.func(*args, **kwargs)  # first-call allocations stay
             meter.mark("call")
             with suppress(Exception):
                 result = call.func(*args, **kwargs)
@@ -154,16 +154,13 @@ NUMBER_BYTES = 8
 
 
 class FakeMeter(NothingCompiled, TorchDispatchMode):
-    """Live bytes at marks, and the highest value between two marks; the tensors are fake.
+    """Live bytes of fake tensors at marks, and the peak between two marks.
 
-    Enter it inside the `FakeMode`. Every operator's new storages count from then on until
-    they are released, which a finalizer on the storage sees; a storage from before counts as
-    nothing. What an operator holds only while it runs is measured when the meter ends, where the
-    allocator's device is here, and else its bound.
-
-    `log`, if given, receives the operators between marks: the step runs once for both.
-
-    See [Note: written in place] for where autograd treats fake tensors unlike real ones.
+    Enter it inside the `FakeMode`. Every operator's new storages count until released, as a
+    finalizer on the storage sees; earlier storages count as nothing. Scratch memory of operators is
+    measured when the meter ends, if the allocator's device is here, otherwise bounded. `log`, if
+    given, receives the operators between marks: the step runs once for both. See [Note: written in
+    place] for differences of autograd on fake tensors.
     """
 
     def __init__(self, allocator: Allocator, log: OperatorLog | None = None) -> None:
@@ -172,18 +169,18 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
         self._log = log
         self._sizes: dict[int, int] = {}  # storage -> bytes
         self._numbers: dict[int, int] = {}  # node of autograd, by sequence number -> bytes
-        self._node = -1  # whose backward runs
+        self._node = -1  # its backward runs
         self._product: tuple[int, weakref.ref[torch.Tensor]] | None = None  # the last, with number
         self._live = self._start = self._peak = 0
         self._label: str | None = None
-        # Of operators since the mark that are still to be measured: the most live bytes while they
-        # ran, and the bound of what they take themselves.
+        # Operators since the mark that remain to be measured: the most live bytes during each, and
+        # its own bound.
         self._calls: dict[MeasuredCall, tuple[int, int]] = {}
         self._ended_segments: list[tuple[Segment, Mapping[MeasuredCall, tuple[int, int]]]] = []
         self._segments: tuple[Segment, ...] | None = None
 
     def __enter__(self) -> Self:
-        _sole_owner()  # is found out before anything is counted
+        _sole_owner()  # found before anything is counted
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -210,7 +207,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments, in the order of the marks; RuntimeError before the meter has ended."""
+        """The segments, in order of marks; RuntimeError inside the with block."""
         if self._segments is None:
             raise RuntimeError("FakeMeter: segments are known after the with block has ended")
         return self._segments
@@ -222,10 +219,10 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
         numbered = self._keep_number(func, args) if self._allocator.python_scalars else None
         if func.namespace == "prim":
             return asked(func, args, kwargs)
-        # [Note: written in place] Where a tensor is used twice, autograd adds the second gradient
-        # into the first one's memory if nothing else holds that; where a part of a tensor was used,
-        # it writes the part's gradient into new zeros. It does neither while a dispatch mode looks
-        # on: it makes a new tensor. Here the result takes over the memory of the first operand.
+        # [Note: written in place] If a tensor is used twice, autograd adds the second gradient into
+        # the first one's memory if nothing else holds that; if a part of a tensor was used, it
+        # writes the part's gradient into new zeros. Under a dispatch mode it does neither: it makes
+        # a new tensor. Here the result takes over the first operand's memory.
         in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         in_place = in_backward and (_adds_in_place(func, args) or _writes_into_zeros(func))
         result = func(*args, **kwargs)
@@ -241,7 +238,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
             (taken,) = identities(args[:1])
             self._live -= self._sizes[taken]
             self._sizes[taken] = 0
-        # What lazily conjugated or negated operands take while one runs that resolves them.
+        # Bytes of resolved lazily conjugated or negated operands.
         extra = 0
         for tensor in tensors_in((args, kwargs)):
             lazy = (("Conjugate", tensor.is_conj()), ("Negative", tensor.is_neg()))
@@ -263,17 +260,17 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
     def _keep_number(self, func: Any, args: tuple[Any, ...]) -> int | None:
         """A product with a Python number: autograd keeps the number, as a tensor of 8 bytes.
 
-        It lives as long as the product's node, which is returned where one is made in forward, and
-        goes with a graph that is dropped. Those that are made in backward are of a forward that is
-        recomputed, and go with the node that asked for it.
+        It lives as long as the product's node (returned if made in forward), and goes with a
+        dropped graph. Numbers made in backward are a recomputed forward's, and go with the
+        requesting node.
         """
-        # Have the last product's number go when its node does. The product has its node when it is
-        # back at its caller, which asks for the next operator.
+        # Free the last product's number with its node, which exists when the product is back at its
+        # caller and the next operator is called.
         owner, found = self._product or (0, lambda: None)
         product = found()
         if product is not None and product.grad_fn is not None:
             self._product, token = None, _Token()
-            metadata: Any = product.grad_fn.metadata  # typed as a method, which it is not
+            metadata: Any = product.grad_fn.metadata  # mistyped as a method
             metadata[_Token] = token
             weakref.finalize(token, self._drop_numbers, owner).atexit = False
         in_backward = torch._C._current_graph_task_id() != -1
@@ -329,18 +326,18 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
 
 
 class _Token:
-    """Lives as long as what holds it."""
+    """Lives as long as its holder."""
 
 
 @cache
 def _resolves(func: Any, key: str) -> bool:
-    """Whether an operator has its operands resolved first: all that have no kernel of their own."""
+    """Whether an operator's operands are resolved first: if it has no kernel of its own."""
     return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 def _owners(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many hold the tensor, and its storage, seen from inside a dispatch mode."""
-    counted: Any = tensor  # typed without its counts
+    """The holders of the tensor and its storage, inside a dispatch mode."""
+    counted: Any = tensor  # typed without counts
     storage = tensor.untyped_storage()
     return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
 
@@ -363,7 +360,7 @@ def _writes_into_zeros(func: Any) -> bool:
 
 @cache
 def _sole_owner() -> tuple[int, int]:
-    """`_owners` of a gradient that only autograd's own buffer holds, found by trying."""
+    """`_owners` of a gradient that only autograd's buffer holds, by trial."""
     seen: list[tuple[int, int]] = []
 
     class Look(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Tensors that stand from one step to the next: what a model keeps, and what is none of its own."""
+"""Tensors that last between steps: a model's own state, and other tensors."""
 
 import gc
 from collections.abc import Callable, Iterable, Set
@@ -16,32 +16,29 @@ from protrain_runtime.devices.memory_meter import device_of, reachable, storage_
 
 _ELSEWHERE = "what its code holds besides its attributes"
 _MOST_STEPS = 16
-"""After which what still grows is taken to grow on: a memory of more steps is refused."""
+"""Growth beyond this is taken as unbounded: longer memories are refused."""
 
 
 class Lasting:
-    """The tensors in a model's attributes when this is made, and what becomes of them."""
+    """The tensors in a model's attributes at the start, and their later changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before = self._tensors()  # held, so that no other takes an identity
+        self._before = self._tensors()  # held, so that their identities are not reused
         self._bytes = self._sizes()
 
     def num_bytes(self, *, block: int = 1) -> int:
-        """Bytes of all that attributes hold now; each storage in whole blocks of `block`.
+        """Present bytes in attributes; each storage in whole blocks of `block`.
 
-        One that keeps its gradient counts four times: with its gradient, and both again while the
-        loop has a name for the last loss, whose graph holds the old ones.
+        Tensors that keep gradients count four times: with the gradient, and both again while the
+        loop's last loss, whose graph holds the old ones, lives.
         """
         held = [tensor for tensors in self._attributes().values() for tensor in tensors]
         keeping = [t for t in held if t.requires_grad and (t.is_leaf or t.retains_grad)]
         return storage_bytes(held, block=block) + 3 * storage_bytes(keeping, block=block)
 
     def num_steps(self, step: Callable[[], object]) -> int:
-        """After how many a step has replaced all that steps replace; 0 where they replace nothing.
-
-        A queue of three tensors takes three.
-        """
+        """Steps until all replaced tensors are replaced; 0: none. A queue of three takes three."""
         first = self._tensors()
         left = _identities(first)
         if left == _identities(self._before):
@@ -83,7 +80,7 @@ class Lasting:
         return self._attributes() | buffers
 
     def _attributes(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors in attributes that are where the model is."""
+        """The tensors in attributes on the model's device."""
         device = device_of(self._model)
         held = held_tensors(self._model).items()
         found = {path: [t for t in tensors if t.device == device] for path, tensors in held}
@@ -91,10 +88,7 @@ class Lasting:
 
 
 def other_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors where the model is that are none of its own: its data, mostly.
-
-    All that Python can reach in this process, as a measured step counts them.
-    """
+    """Bytes on the model's device of other reachable tensors: mostly its data."""
     gc.collect()
     own = [*model.parameters(), *model.buffers()]
     own += [p.grad for p in model.parameters() if p.grad is not None]
@@ -103,21 +97,21 @@ def other_bytes(model: nn.Module) -> int:
 
 
 class Loaded:
-    """The bytes that a source brings into host memory from here on, such as a data set."""
+    """Bytes that a source adds to host memory from here on, such as a data set."""
 
     def __init__(self) -> None:
-        self._held = reachable(devices.HOST)  # so that no other takes an identity
+        self._held = reachable(devices.HOST)  # so that their identities are not reused
         self._before = storages_of(self._held).keys()
 
     def num_bytes(self, batch: Batch) -> int:
-        """Bytes of the tensors there that have come since, but for a batch."""
+        """Bytes of host tensors added since, except a batch's."""
         known = self._before | storages_of(tensors_in(batch)).keys()
         gc.collect()
         return _bytes_besides(reachable(devices.HOST), known)
 
 
 def _bytes_besides(tensors: Iterable[torch.Tensor], known: Set[int]) -> int:
-    """Bytes of the storages behind tensors but for the known ones."""
+    """Bytes of the tensors' storages, except known ones."""
     found = storages_of(tensors)
     return sum(storage.nbytes() for key, storage in found.items() if key not in known)
 

@@ -1,8 +1,8 @@
 """The passes of a measured profile for bytes and for seconds.
 
-Each runs whole training steps of the plain model (no optimizer) and looks at the boundaries of
-slots, through the same hooks that the runtime uses. Memory and time are measured in separate
-passes, because counting allocations slows the code.
+Each runs whole training steps of the plain model (no optimizer) and observes slot boundaries
+through the runtime's hooks. Memory and time are measured in separate passes, because counting
+allocations slows the code.
 """
 
 import gc
@@ -37,7 +37,7 @@ changes from second to second."""
 
 
 class Meter(Protocol):
-    """A counter of live bytes between marks; `segments` is there after the exit."""
+    """A counter of live bytes between marks; `segments` is available after the exit."""
 
     def __enter__(self) -> object: ...
     def __exit__(self, *error: Any) -> object: ...
@@ -75,7 +75,7 @@ class SlotWatch:
             if not self.timed:
                 whereabouts.in_slot(self.slot)
             self.on_slot(self.slot, inputs if self.slot == slot else ())
-            # Not where backward begins the slot, of a forward that skipped the last block.
+            # Not if backward begins the slot, after a forward that skipped the last block.
             if slot == self.slot == self.num_slots // 2 - 1:
                 self._around.enter_context(self.last())
 
@@ -87,7 +87,7 @@ class SlotWatch:
         self.differentiated.add(unit)
 
     def end_backward(self) -> None:
-        # A model whose first units are frozen never enters their backward slots by itself.
+        # A model with frozen first units never enters their backward slots by itself.
         self.enter(self.num_slots - 1, ())
 
     def end_forward(self) -> None:
@@ -113,7 +113,7 @@ def watched(
     """The model with boundaries reported to `watch`, and every block's activations in `form`.
 
     A form of the last part is that part's alone. Of several forms each unit has its own. `kept`
-    blocks keep theirs: see `ModelStructure.kept`. ProtrainError where a block is skipped, unless it
+    blocks keep theirs: see `ModelStructure.kept`. ProtrainError if a block is skipped, unless it
     `may_skip`.
     """
     whereabouts.in_form(form if isinstance(form, str) else "mixed")
@@ -161,14 +161,11 @@ def drop_gradients(model: nn.Module) -> None:
         parameter.grad = None
 
 
-_EARLY = "early "  # begins the label of a mark where a slot may begin at run time
+_EARLY = "early "  # prefix of a mark where a slot may begin at run time
 
 
 def _by_slot(segments: Sequence[Segment], gradients: Callable[[int], int]) -> Iterator[Segment]:
-    """The segments of slots, each with the peak from where it may begin to where the next does.
-
-    A peak from before its slot is one with the gradients that arrive in between.
-    """
+    """The slots' segments, with peaks from the earliest begin to the next's."""
     early: dict[int, int] = {}  # peaks without gradients since, of slots that may have begun
     running: Segment | None = None
     for segment in segments:
@@ -206,19 +203,19 @@ def memory_segments(
 ) -> tuple[Segment, ...]:
     """Live bytes of one step, one segment per slot and one after the last, states excluded.
 
-    The peak of a backward slot is that from where what its unit has saved is read for the first
-    time. `gradients` are the bytes of those that have arrived when a slot begins; None: a forward
-    that differentiates by itself, where that is not looked at.
+    A backward slot's peak counts from the first read of the unit's saved tensors. `gradients` are
+    the bytes arrived when a slot begins; None: a forward that differentiates by itself, without
+    that check.
 
-    What a model keeps from step to step goes when a later step replaces it. A meter sees that of
-    tensors which it has seen come, so that `num_warm` steps run before the one that is reported.
+    A model's lasting tensors go when a later step replaces them. A meter notices that only for
+    tensors that it has seen, so `num_warm` steps run before the reported one.
     """
     gc.collect()
     counting = meter()
     watch = SlotWatch(lambda slot, _: counting.mark(str(slot)))
 
     def read_early(held: tuple[int, torch.Tensor]) -> torch.Tensor:
-        # At run time a read before the unit's slot begins that, if what is read has left.
+        # At run time a read before the unit's slot begins that slot, if the read tensor has left.
         unit, tensor = held
         slot = watch.num_slots - 1 - unit
         if in_backward() and watch.slot < slot:
@@ -241,13 +238,13 @@ def memory_segments(
 
 def _warm(model: nn.Module, batch: Batch, num_steps: int) -> None:
     for _ in range(num_steps):
-        loss_of(call_model(model, batch)).backward()  # whose value may be unknown
+        loss_of(call_model(model, batch)).backward()  # its value may be unknown
         drop_gradients(model)
 
 
 @dataclass(slots=True, weakref_slot=True)
 class _Held:
-    """A saved tensor, which autograd has; None once it has left."""
+    """A saved tensor of autograd's; None once it has left."""
 
     tensor: torch.Tensor | None
 
@@ -263,13 +260,10 @@ def swapped_segments(
     kept: Set[int] = frozenset(),
     num_warm: int = 0,
 ) -> tuple[Segment, ...]:
-    """Live bytes of one forward in which saved tensors leave, by number, when their unit ends.
-
-    A frame of the model's forward may hold a block's input a while longer.
-    """
+    """Live bytes of one forward in which saved tensors leave at the end of their unit."""
     gc.collect()
     counting = meter()
-    packed: list[list[ref[_Held]]] = []  # by unit; what autograd has released is gone
+    packed: list[list[ref[_Held]]] = []  # by unit; tensors released by autograd are gone
 
     def on_slot(slot: int, _: object) -> None:
         for number in leaving[slot - 1] if packed and slot <= len(leaving) else ():
@@ -293,7 +287,7 @@ def swapped_segments(
         packed.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             loss = loss_of(call_model(model, batch))
-        watch.enter(len(modules) - 1, ())  # which no skipped block has begun
+        watch.enter(len(modules) - 1, ())  # skipped blocks have not begun it
         counting.mark("end")
         del loss
     return counting.segments[-(len(modules) + 1) : -1]
@@ -304,7 +298,7 @@ SlotSeconds = dict[Form, list[list[float]]]
 
 
 def sampled_steps(step_s: float) -> int:
-    """Steps to time per form, of which each takes about so long."""
+    """Timed steps per form, for steps of `step_s`."""
     return max(FEWEST_STEPS, min(MOST_STEPS, round(SAMPLED_S / step_s)))
 
 
@@ -318,14 +312,12 @@ def slot_seconds(
     tick: Callable[[float], None],
     kept: Set[int] = frozenset(),
 ) -> tuple[SlotSeconds, SlotSeconds]:
-    """Seconds of every slot in each of `num_steps` steps per form, after one step that warms up.
+    """Seconds of every slot in each of `num_steps` steps per form, after one warm-up step.
 
-    Second, on an accelerator, those of the processor in the thread that launches the slot, which
-    waits for nothing; 0 where another thread ends the slot than began it.
-
-    The forms take turns, so that what else the machine does is noise to all of them. None: as many
-    steps as take `SAMPLED_S` per form, within `FEWEST_STEPS` and `MOST_STEPS`. `tick` hears the
-    fraction that is done.
+    Second, on an accelerator, seconds of the launching thread's processor, without waits; 0 if a
+    slot ends on another thread. Forms alternate, so that noise affects all. None: as many steps as
+    take `SAMPLED_S` per form, within `FEWEST_STEPS` and `MOST_STEPS`. `tick` receives the completed
+    fraction.
     """
     device = device_of(model)
     on_host = devices.on_host(device)
@@ -333,7 +325,7 @@ def slot_seconds(
     launches: SlotSeconds = {form: [] for form in forms}
 
     def step(form: Form) -> tuple[list[float], list[float]]:
-        # On an accelerator, moments are events of the compute stream, not waited for.
+        # On an accelerator, moments are events of the compute stream, without waits.
         moments: list[Any] = []
         clocks: list[tuple[int, float]] = []  # the threads' own
 

@@ -1,4 +1,4 @@
-"""Bytes that units save for backward and hand on, from one forward whose tensors are followed."""
+"""Bytes that units save for backward and pass on, from one traced forward."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
@@ -24,31 +24,31 @@ from protrain_runtime.devices.memory_meter import strided_parts
 
 
 def identities(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The identities of the live storages behind tensors; fake tensors have no addresses."""
+    """Identities of the tensors' live storages; fake tensors have no addresses."""
     return {int(part.untyped_storage()._cdata) for part in strided_parts(tensors)}
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Packed:
-    """A saved tensor, alive for as long as autograd keeps it."""
+    """A saved tensor, alive as long as autograd keeps it."""
 
     tensor: torch.Tensor
 
 
 class TrackedStorage:
-    """A storage, and who holds it: autograd, through what was packed, or others.
+    """A storage and its holders: autograd, through packed tensors, or others.
 
-    Only weakly referenced here, so that it dies when all of them release it.
+    Only weakly referenced here, so that it dies when all holders release it.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.key = storage._cdata
         self.num_bytes = storage.nbytes()
-        self.alive = StorageWeakRef(storage)  # no other gets its identity meanwhile
+        self.alive = StorageWeakRef(storage)  # keeps its identity from reuse
         self._packed: list[ref[Packed]] = []
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        held = Packed(tensor.detach())  # the tensor itself would hold the graph that holds it
+        held = Packed(tensor.detach())  # the tensor itself would keep the graph alive that holds it
         if tensor.layout == torch.strided:  # a sparse one has several storages
             self._packed.append(ref(held))
         return held
@@ -59,7 +59,7 @@ class TrackedStorage:
         return any(weak() is not None for weak in self._packed)
 
     def held_elsewhere(self) -> bool:
-        """Whether it would stay if autograd released it."""
+        """Whether it would outlive autograd's release."""
         packed = [held.tensor for held in (weak() for weak in self._packed) if held is not None]
         if not packed:
             return not self.alive.expired()
@@ -67,7 +67,7 @@ class TrackedStorage:
 
 
 class TrackedStorages(dict[int, TrackedStorage]):
-    """The storages that were met, by identity; no new storage gets an identity that is in here."""
+    """Known storages by identity; new storages cannot reuse these identities."""
 
     def of(self, tensor: torch.Tensor) -> TrackedStorage:
         """The tensor's storage, the first one of a sparse tensor."""
@@ -79,24 +79,23 @@ class TrackedStorages(dict[int, TrackedStorage]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedBytes:
-    """The storages of its own that a unit saves for backward: all, and the inputs among them.
+    """The unit's own storages saved for backward: all, and its inputs among them.
 
-    `awaited` is False where all that the unit saved is gone when the forward has ended: the loss
-    does not depend on it, as on LLaVA's last image layer. What such a block saves is no level that
-    stands until backward, so that other units' costs would depend on its form: it has one alone.
-    `linked` is a unit that hands what has gradients to more than the next unit, or gets such: an
-    output of the encoder, a skip connection, a bias for all. In a plain chain no unit is.
-    `gives` are the storages of parameters of which it returns views.
-    `differentiated`: the forward itself asks for gradients through what the unit hands on.
-    `ends_in_cross_entropy`: the last part calls that. `handed_bytes` are of the inputs with
-    gradients that the unit before saves as well, such as a relu's output. `shared_inputs` are bytes
-    of inputs that others hold, too, and none saves, such as position ids: several blocks read them,
-    or the model's code has a name for them two units later. They end with the model's forward,
-    unless a block is recomputed, which holds them until then.
+    `awaited` is False if all saved tensors are gone at the end of the forward: the loss does not
+    depend on them, as for LLaVA's last image layer. They are not a level until backward, and other
+    units' costs would depend on the block's form: it has only one. `linked` is a unit that passes
+    tensors with gradients beyond the next unit, or gets such: an encoder's output, a skip
+    connection, a bias for all; none in a plain chain. `gives` are storages of parameters whose
+    views it returns. `differentiated`: the forward itself asks for gradients through the unit's
+    outputs. `ends_in_cross_entropy`: the last part calls it. `handed_bytes` are inputs with
+    gradients that the unit before also saves, such as a relu's output. `shared_inputs` are bytes of
+    inputs that others hold and none saves, such as position ids: several blocks read them, or the
+    model's code names them two units later. They end with the model's forward, unless a recomputed
+    block holds them.
     """
 
-    pieces: tuple[int, ...]  # bytes that move together, in groups as the runtime makes them
-    leaving: Set[int]  # the numbers of the tensors that lie in these, of all that the unit saves
+    pieces: tuple[int, ...]  # bytes that move together, in the runtime's groups
+    leaving: Set[int]  # indices of their tensors among all saved by the unit
     input_leaves: bool  # whether one of these is an input
     own_inputs: tuple[int, ...]  # positions among the unit's input tensors
     awaited: bool
@@ -106,7 +105,7 @@ class SavedBytes:
     gives: Set[int] = frozenset()
     handed_bytes: int = 0
     reads: tuple[int, ...] = ()
-    gets: tuple[str, ...] = ()  # shape and dtype of each tensor from the unit before
+    gets: tuple[str, ...] = ()  # shape and dtype of each tensor from the previous unit
     shared_inputs: tuple[int, ...] = ()  # each with the first unit that reads it
 
     @property
@@ -114,12 +113,12 @@ class SavedBytes:
         return sum(self.pieces)
 
     def staying(self) -> "SavedBytes":
-        """The same where nothing leaves."""
+        """The same without swaps."""
         return replace(self, pieces=(), leaving=frozenset(), input_leaves=False)
 
 
 class _LossSeen(TorchFunctionMode):
-    """Sees whether a cross entropy is called."""
+    """Detects calls of cross entropy."""
 
     seen = False
 
@@ -132,7 +131,7 @@ class _LossSeen(TorchFunctionMode):
 
 
 def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
-    """Texts of the differentiated tensors; if there are none, of the first with fractions."""
+    """Texts of the differentiated tensors; without any, of the first floating-point one."""
 
     def dtype(tensor: torch.Tensor) -> str:
         return str(tensor.dtype).removeprefix("torch.")
@@ -144,14 +143,12 @@ def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _UnitSeen:
-    """The storages that one unit of a forward met, most by their identity.
+    """The storages of one unit in a forward, mostly by identity.
 
-    packed   of all that it saves, in order
-    held     of what it saves: by others, when the unit ends
-    gone     of what it saves: no longer, when the unit ends
-    staying  places of inputs that others hold two units later
-    awaited  of what it saves: by autograd, when the forward has ended
-    gets     its inputs from the unit before, described
+    packed   all saved ones, in order held     saved ones that others hold when the unit ends gone
+    saved ones released when the unit ends staying  places of inputs that others hold two units
+    later awaited  saved ones held by autograd at the end of the forward gets     its inputs from
+    the previous unit, described
     """
 
     inputs: list[TrackedStorage] = field(default_factory=list[TrackedStorage])
@@ -174,7 +171,7 @@ class _UnitSeen:
 
 
 class _ForwardSeen:
-    """One forward of a model, in which storages are followed from unit to unit."""
+    """One forward of a model, with storages followed from unit to unit."""
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module | None]) -> None:
         self._model, self._modules = model, modules
@@ -182,8 +179,8 @@ class _ForwardSeen:
         self._last, self._current = len(modules) - 1, 0
         self._storages = TrackedStorages()
         self._parameters = identities(model.parameters())
-        self._shared = {*self._parameters}  # with sparse tensors that units hand on
-        self._flowing: set[int] = set()  # what has gradients, of what units get and give
+        self._shared = {*self._parameters}  # with sparse tensors passed between units
+        self._flowing: set[int] = set()  # units' inputs and outputs with gradients
         self._loss = _LossSeen()
         self._watch = SlotWatch(self._on_slot, self._on_leave, last=lambda: self._loss)
         self._readers: dict[int, set[int]] = defaultdict(set)
@@ -241,7 +238,7 @@ class _ForwardSeen:
         return one.pack(tensor)
 
     def shared_inputs(self, batch: Batch) -> list[tuple[int, ...]]:
-        """Bytes of inputs that others hold, too, and none saves, with the first unit of each."""
+        """Bytes of inputs that others hold and none saves, with each one's first unit."""
         lasting = [tensor for held in held_tensors(self._model).values() for tensor in held]
         states = [*self._model.parameters(), *self._model.buffers()]
         known = identities([*states, *tensors_in(batch), *lasting])
@@ -324,17 +321,16 @@ def saved_bytes(
     kept: Set[int] = frozenset(),
     may_skip: bool = False,
 ) -> list[SavedBytes]:
-    """For each unit, what a swap could take away when activations have `form`.
+    """For each unit, the storages that a swap could evict when activations have `form`.
 
-    `own_inputs`, if given, are the inputs that are the units' own in another form, and no others
-    are here: the unit before may take that form, and hold what it hands on.
+    `own_inputs`, if given, are the units' own inputs in another form, and the only ones here: the
+    unit before may take that form, and hold its outputs.
 
-    A storage is a unit's own if no other unit saves it or has it among its inputs, nothing else
-    holds it, it is no parameter, and the unit does not hand it on. Other holders are detected when
-    the runtime detects them: when the unit has ended; of an input, two units later. What autograd
-    has released by then (the graph of what a forward detaches) is no longer saved. The first
-    block's input often stays, because a frame of the model's forward has a name for it: swapping it
-    would free nothing before the forward returns. Parts swap nothing.
+    A storage is a unit's own if no other unit saves it or has it as input, nothing else holds it,
+    it is not a parameter, and the unit does not pass it on. Other holders are detected as in the
+    runtime: at the unit's end; of an input, two units later. Storages released by autograd by then
+    (a detached graph) do not count. The first block's input often stays, named by a frame of the
+    model's forward: swapping it would free nothing before the forward returns. Parts swap nothing.
     """
     seen = _ForwardSeen(model, modules)
     seen.run(batch, form, kept=kept, may_skip=may_skip)

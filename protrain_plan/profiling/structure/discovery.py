@@ -518,10 +518,7 @@ class _Tried:
 
 
 def _idle(model: nn.Module, execution: Execution, blocks: Iterable[ModuleCall]) -> list[str]:
-    """The modules that did not run though siblings have their class, but for those inside blocks.
-
-    What is in a block may be an expert that got no token.
-    """
+    """Modules outside blocks that did not run, though siblings of their class did."""
     ran = {call.module for call in execution.calls}
     inside = {module for call in blocks for module in call.module.modules()}
     idle: list[str] = []

@@ -1,1 +1,1 @@
-"""Saved tensors in another form. In: a block's forward. Out: kept, swapped, recomputed."""
+"""Forms of saved tensors. In: a block's forward. Out: kept, swapped, recomputed."""

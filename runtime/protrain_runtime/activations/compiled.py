@@ -1,7 +1,7 @@
-"""Compiled modules: `module.compile()` of a block, `torch.compile(block)` in its place.
+"""Compiled modules: by `module.compile()`, or `torch.compile(block)` in place of the block.
 
-A block that was compiled in place is called through its compiled code, which holds the module's
-hooks too. What watches or wraps it therefore stands around that code, and not inside.
+A block compiled in place is called through its compiled code, which includes the module's hooks.
+Watchers and wrappers therefore go around that code.
 """
 
 import os
@@ -28,7 +28,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def code_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the code of the module's calls: that of `module.compile()`, or its forward."""
+    """The code of the module's calls: compiled by `module.compile()`, or its forward."""
     compiled: Callable[..., Any] | None = module._compiled_call_impl
     return module.forward if compiled is None else compiled
 
@@ -42,9 +42,9 @@ def replace_code(module: nn.Module, code: Callable[..., Any]) -> Callable[[], No
 def watch_calls(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> Callable[[], None]:
-    """Tell `before` and `after` of the module's calls, around compiled code; returns the undo.
+    """Call `before` and `after` around the module's calls and compiled code; returns the undo.
 
-    Forward hooks that code adds later run before `after`, too: they are part of the call.
+    Forward hooks added later also run before `after`: they are part of the call.
     """
     if not is_compiled_in_place(module):
         stack = ExitStack()
@@ -72,8 +72,8 @@ def watch_calls(
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Compiled modules run as plain ones inside, hooks of their parts included."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes memory
+    """Run compiled modules as plain ones inside, with the hooks of their parts."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes memory
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -83,14 +83,14 @@ def uncompiled() -> Iterator[None]:
 class CompiledBlock:
     """The code of a compiled block's calls, in place of its `_call_impl`.
 
-    The whole block is one graph: where its code breaks it, that is refused with the place. Equal
-    blocks share one compilation, because PyTorch keeps compiled code with the code that it is of
-    (`Module._call_impl`), and takes parameters for inputs. Each shape is compiled by itself.
+    The whole block is one graph: graph breaks are refused, with their place. Equal blocks share one
+    compilation, because PyTorch keeps compiled code with its source code (`Module._call_impl`), and
+    treats parameters as inputs. Each shape is compiled separately.
     """
 
     def __init__(self, code: Callable[..., object], name: str, *, backend: str) -> None:
         self.name, self.backend = name, backend
-        compiler: Any = torch.compile  # its stubs do not know of limits
+        compiler: Any = torch.compile  # its stubs lack the limits
         self._code: Callable[..., object] = compiler(
             code, backend=backend, fullgraph=True, dynamic=False, recompile_limit=_MOST_COMPILATIONS
         )
@@ -99,7 +99,7 @@ class CompiledBlock:
         try:
             return self._code(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            # With the innermost line that is not PyTorch's own.
+            # With the innermost line outside PyTorch.
             library = f"{Path(torch.__file__).parent}{os.sep}"
             real_stack = getattr(error, "real_stack", None) or ()
             stack = [(frame.filename, frame.lineno) for frame in real_stack]
@@ -126,7 +126,7 @@ class CompiledBlock:
 
 
 _NOTHING_COMPILED = "found no compiled frames"
-"""In what PyTorch says where `fullgraph` finds nothing to compile: of an `nn.Sequential`, say."""
+"""PyTorch's message if `fullgraph` finds nothing to compile, as in an `nn.Sequential`."""
 
 _MOST_COMPILATIONS = 64
 """Graphs of a process's blocks: kinds of blocks, times shapes of batches, times two where the model
@@ -136,7 +136,7 @@ is evaluated, too. PyTorch's own limit is 8, beyond which it gives up."""
 def compile_each(
     blocks: Mapping[str, nn.Module], *, backend: str = "inductor"
 ) -> Callable[[], None]:
-    """Compile each block in place, when it is first called; returns the undo."""
+    """Compile each block in place, at its first call; returns the undo."""
     stack = ExitStack()
     for name, block in blocks.items():
         code = CompiledBlock(block._call_impl, name, backend=backend)
@@ -145,7 +145,7 @@ def compile_each(
 
 
 def are_compiled(blocks: Mapping[str, nn.Module]) -> bool:
-    """Whether these blocks are compiled, all or none of them; ProtrainError for some of them."""
+    """Whether all of these blocks are compiled; ProtrainError if only some are."""
     plain = [name for name, block in blocks.items() if not is_compiled(block)]
     if plain and len(plain) < len(blocks):
         other = next(name for name in blocks if name not in plain)
@@ -173,7 +173,7 @@ def backends_for_copy(model: nn.Module) -> dict[str, str]:
 
 
 def is_compiled(block: nn.Module) -> bool:
-    """Whether a module is compiled, in place or as a module around it."""
+    """Whether a module is compiled, in place or by a module around it."""
     return is_compiled_in_place(block) or _is_optimized(block)
 
 
@@ -181,7 +181,7 @@ _EACH_BLOCK = "compile each block by itself: for block in ...: block.compile()"
 
 
 def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None]) -> None:
-    """ProtrainError where the model, or a module around one of its blocks, is compiled as one."""
+    """ProtrainError if the model, or a module around a block, is compiled as a whole."""
     units = {block for block in blocks if block is not None}
     for path, module in model.named_modules():
         around = module is model or any(m in units for m in module.modules() if m is not module)
@@ -193,7 +193,7 @@ def refuse_compiled_around(model: nn.Module, blocks: Iterable[nn.Module | None])
 
 
 def refuse_wrapped(model: nn.Module, *, source: str | None = None) -> None:
-    """ProtrainError where the model is a wrapper, which gives the parameters other names."""
+    """ProtrainError if the model is a wrapper, which renames parameters."""
     if _is_optimized(model):
         raise ProtrainError("the model is compiled as a whole", source=source, fix=_EACH_BLOCK)
     if isinstance(model, DataParallel | DistributedDataParallel):
@@ -207,7 +207,7 @@ def refuse_wrapped(model: nn.Module, *, source: str | None = None) -> None:
 
 def refuse_wrapping(model: nn.Module) -> Callable[[], None]:
     """Make `torch.compile(model)`, replicas and the like raise from now on; returns the undo."""
-    planned = ref(model)  # PyTorch keeps the hook for all modules there are
+    planned = ref(model)  # PyTorch has one hook for all modules
 
     def registered(wrapper: nn.Module, _: str, module: nn.Module | None) -> None:
         if module is None or module is not planned():

@@ -1,23 +1,21 @@
-"""Compressed copies: what a block saves for backward is kept in fewer bytes, and not exactly.
+"""Compressed copies: a block's saved tensors in fewer bytes, inexactly.
 
-Hooks stand around a block's forward. They pack what autograd saves, and unpack it in backward:
+Hooks around a block's forward pack what autograd saves, and unpack it in backward:
 
     int8       floating-point tensors become int8 with a scale for every 256 elements, as in Mesa
                (Pan et al., arXiv 2111.11124), rounded stochastically
     low-rank   the inputs x of linear layers become x P, P [features, rank] random, as in CompAct
-               (Shamshoum et al., arXiv 2410.15352); all else stays
+               (Shamshoum et al., arXiv 2410.15352); other tensors stay
 
-The forward computes what it would. In backward, what comes back has the saved values as its
-expectation, so that a gradient that is linear in it is unbiased, such as a linear layer's. The
-packed bytes are handed to the hooks around the block, so that a swap moves them in place of the
-tensors.
+The forward's results do not change. In backward, the expectation of an unpacked tensor is the saved
+one, so gradients that are linear in it, such as a linear layer's, are unbiased. The packed bytes go
+to the hooks around the block: a swap moves them in place of the tensors.
 
-[Note: random numbers without a generator] What is random here is a hash of what is saved:
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), seeded with sums over the values. So no random
-state of the training is touched, and none is added to checkpoints: the same values are rounded
-alike in every run, in a run that resumes, and wherever they are kept. Other values, such as those
-of the next step, are rounded independently. No device waits for its host either. Expectations below
-are over `SEED`.
+[Note: random numbers without a generator] Random numbers are a hash of the saved values: SplitMix64
+(Steele, Lea and Flood, OOPSLA 2014), seeded with sums over them. No random state of the training is
+touched or added to checkpoints, and no device waits for its host: equal values round equally in
+every run, in resumed runs, and in any tier. Other values, such as the next step's, are rounded
+independently. Expectations below are over `SEED`.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,10 +39,10 @@ GROUP = 256
 scale is 1.6 % of a group's bytes."""
 
 MIN_ELEMENTS = 16 * GROUP
-"""Tensors below this stay as they are: they add up to nothing, and packing has a fixed cost."""
+"""Smaller tensors stay: they add up to nothing, and packing has a fixed cost."""
 
 TILE = 1 << 22
-"""Elements that are packed or unpacked at a time: at most 8 bytes of workspace for each, 32 MiB."""
+"""Elements packed or unpacked at a time: at most 8 bytes of workspace each, 32 MiB."""
 
 SEED = 0
 
@@ -70,10 +68,10 @@ def int8(forward: Code, module: nn.Module) -> Code:
 
 
 def low_rank(forward: Code, module: nn.Module) -> Code:
-    """The executor of the form `low-rank`. Compiled code shows no linear layers: it stays as it is.
+    """The executor of the form `low-rank`. A no-op for compiled code, which shows no linear layers.
 
-    A linear layer whose weight is frozen saves nothing of its input. An input that another operator
-    has saved already, as attention does its output, stays as it is: a projection would be more.
+    A linear layer with a frozen weight saves no input. An input that another operator has saved,
+    such as attention's output, stays: a projection would add to it.
     """
     if is_compiled_in_place(module):
         return forward
@@ -82,7 +80,7 @@ def low_rank(forward: Code, module: nn.Module) -> Code:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         copies, products = _Copies(module, (args, kwargs)), _Products()
-        whole: dict[int, StorageWeakRef] = {}  # storages that are kept as they are
+        whole: dict[int, StorageWeakRef] = {}  # storages that stay
 
         def pack(tensor: Tensor) -> object:
             storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
@@ -102,14 +100,14 @@ def low_rank(forward: Code, module: nn.Module) -> Code:
 
 
 def rank_of(features: int) -> int | None:
-    """Columns of the projection of so many features: a quarter, in eights; None for less than 32.
+    """Columns of the projection: a quarter of `features`, in eights; None for less than 32.
 
-    [Note: the variance of a projected gradient] Let G = g^T x be a weight's gradient. What is
-    computed of it is G' = g^T x P P^T. The elements of P are +-1 / sqrt(rank), independent between
-    rows and pairwise independent within one. So E[P P^T] = I, and E[G'] = G. An element off the
-    diagonal of P P^T has the variance 1 / rank, and one on it is 1: E|G' - G|^2 = |G|^2 (features -
-    1) / rank, which is 4 |G|^2 here. The learning rate has to bear it, as it bears the noise of
-    small batches. CompAct projects on an eighth to a half.
+    [Note: the variance of a projected gradient] Let G = g^T x be a weight's gradient. Computed is
+    G' = g^T x P P^T. The elements of P are +-1 / sqrt(rank), independent between rows and pairwise
+    independent within one. So E[P P^T] = I, and E[G'] = G. An element off the diagonal of P P^T has
+    the variance 1 / rank, and one on it is 1: E|G' - G|^2 = |G|^2 (features - 1) / rank, which is 4
+    |G|^2 here. The learning rate has to bear it, like the noise of small batches. CompAct projects
+    on an eighth to a half.
     """
     return None if features < 32 else -(-features // 32) * 8
 
@@ -126,7 +124,7 @@ class _Packed:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor: how it lies in the elements of a copy, which several may share."""
+    """A saved tensor's layout in the elements of a copy, which several may share."""
 
     copy: _Packed
     shape: torch.Size
@@ -134,7 +132,7 @@ class _View:
 
 
 Compressor = Callable[[Tensor, int, Callable[[Tensor], object]], Callable[..., Tensor]]
-"""Takes elements in order, the last dimension's size, and the outer pack; returns `restored`."""
+"""Takes ordered elements, the last dimension's size, and the outer pack; returns `restored`."""
 
 
 class _Copies:
@@ -153,10 +151,10 @@ class _Copies:
         self._stay = {
             tensor.untyped_storage()._cdata for tensor in stay if tensor.layout == torch.strided
         }
-        # Storages' identities are others' when they have died: copies tell whether theirs has.
+        # A dead storage's identity is reused: a live copy shows that its storage lives.
         self._made: WeakValueDictionary[tuple[object, ...], _Packed] = WeakValueDictionary()
 
-        # No method: saved tensors hold it, and would hold all of this.
+        # Not a method: saved tensors hold it, and would hold this object.
         def unpack(saved: object) -> Tensor:
             if not isinstance(saved, _View):
                 return bring_back(saved)
@@ -171,7 +169,7 @@ class _Copies:
         self.unpack = unpack
 
     def flows(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is an activation that is worth a copy."""
+        """Whether a saved tensor is an activation worth a copy."""
         if (
             tensor.layout != torch.strided
             or tensor.dtype not in _FLOATS
@@ -181,7 +179,7 @@ class _Copies:
             or tensor.is_inference()
         ):
             return False
-        if tensor.requires_grad:  # no leaf, such as a parameter, nor a view or a cast of one
+        if tensor.requires_grad:  # not a leaf, such as a parameter, nor a view or a cast of one
             node: Any = tensor.grad_fn
             while node is not None and node.name() in _VIEWS:
                 node = node.next_functions[0][0]
@@ -190,7 +188,7 @@ class _Copies:
 
     def packed(self, tensor: Tensor, compressor: Compressor) -> object:
         """The tensor as a view of a copy."""
-        # A dimension of stride 0 is one that was expanded: its elements are packed once.
+        # Dimensions of stride 0 are expanded: their elements are packed once.
         lies = zip(tensor.shape, tensor.stride(), strict=True)
         expanded = [size > 1 and step == 0 for size, step in lies]
         once = tensor.detach()
@@ -219,7 +217,7 @@ class _Copies:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side in the storage, each once, in whatever order."""
+    """Whether the elements fill the storage without gaps, each once, in any order."""
     expected = 1
     dimensions = zip(tensor.stride(), tensor.shape, strict=True)
     for step, size in sorted((step, size) for step, size in dimensions if size != 1):
@@ -264,7 +262,7 @@ def quantized(elements: Tensor) -> Tensor:
     for rows, scales, integers in _tiles(packed, count):
         values = elements[rows].view(integers.shape)
         # Twice as many passes as `aminmax` along a dimension, each thirty times as fast on a CPU:
-        # 0.07 ns an element for 2.1 (AVX-512, one thread, PyTorch 2.13).
+        # 0.07 against 2.1 ns per element (AVX-512, one thread, PyTorch 2.13).
         most = torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
         most = most.float()
         # The smallest normal number: a group of zeros has no scale.
@@ -284,7 +282,7 @@ largest finite number, no infinity."""
 
 
 def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The elements of `quantized` again: integer * scale."""
+    """Dequantized elements: integer * scale."""
     count = packed.numel() - 4 * -(-packed.numel() // (GROUP + 4))  # without the scales
     elements = torch.empty(count, dtype=dtype, device=packed.device)
     for rows, scales, integers in _tiles(packed, count):
@@ -292,14 +290,14 @@ def dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
         wide = (
             found if dtype == torch.float32 else found.new_empty(found.shape, dtype=torch.float32)
         )
-        wide.copy_(integers).mul_(scales)  # a product of both kinds is slower than the two
+        wide.copy_(integers).mul_(scales)  # a mixed-dtype product is slower than the two
         if wide is not found:
             found.copy_(wide)
     return elements
 
 
 def _tiles(packed: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Whole groups by tiles, then the rest: elements, scales [groups, 1], integers [groups, _]."""
+    """Tiles of whole groups, then the rest: elements, scales [groups, 1], integers [groups, _]."""
     groups, whole = -(-count // GROUP), count // GROUP
     scales = packed[: 4 * groups].view(torch.float32).view(-1, 1)
     integers = packed[4 * groups :].view(torch.int8)
@@ -313,7 +311,7 @@ def _tiles(packed: Tensor, count: int) -> Iterator[tuple[slice, Tensor, Tensor]]
 
 
 class _Products(TorchFunctionMode):
-    """Tells when a product of an activation with a trainable weight runs."""
+    """Notes when a product of an activation with a trainable weight runs."""
 
     inside = False
 
@@ -337,14 +335,14 @@ _WEIGHTS: dict[object, str] = {
     torch.mm: "mat2",
     torch.matmul: "other",
 }
-"""The name of their weight. Hugging Face's Conv1D is an addmm."""
+"""The name of each function's weight. Hugging Face's Conv1D is an addmm."""
 
 
 def _as_projection(
     elements: Tensor, features: int, keep: Callable[[Tensor], object]
 ) -> Callable[[Callable[[object], Tensor]], Tensor]:
     rows = elements.view(-1, features)
-    # Rows from all over, no more than a tile of them.
+    # A spread sample of rows, at most one tile.
     sample = rows[:: max(1, rows.shape[0] * features // TILE)]
     seed = _seed(sample.sum(1, dtype=torch.float32))
     kept, kept_seed = keep(projected(rows, seed)), keep(seed)
@@ -379,7 +377,7 @@ def rebuilt(projection: Tensor, seed: Tensor, features: int) -> Tensor:
 
 
 def _magnitude(rank: int) -> float:
-    """About 1 / sqrt(rank), exact in 16 bits: x P is of the size of x, whatever the rank."""
+    """About 1 / sqrt(rank), exact in 16 bits: x P is of the size of x for any rank."""
     return float(2.0 ** -round((rank.bit_length() - 1) / 2))
 
 
@@ -388,8 +386,8 @@ def _signs(
 ) -> Tensor:
     """A part of P: +-`_magnitude(rank)`.
 
-    An element is the top bit of a k + b in 32 bits, k being its column, a and b its row's own
-    random words: pairwise independent within a row (Dietzfelbinger, STACS 1996).
+    An element is the top bit of a k + b in 32 bits, for its column k and its row's random words a
+    and b: pairwise independent within a row (Dietzfelbinger, STACS 1996).
     """
     words = _words(seed, 2 * features).to(torch.int32).view(2, features, 1)[:, rows]
     column = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=seed.device)
@@ -408,12 +406,12 @@ _GAMMA, _FIRST, _SECOND = (  # as int64
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """To the right, with zeros coming in."""
+    """Shift to the right, filling with zeros."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 
 def _seed(sums: Tensor) -> Tensor:
-    """An int64 scalar that follows from float32 sums of what is packed, and from `SEED`."""
+    """An int64 seed from float32 sums of the packed values and `SEED`."""
     bits = sums.view(torch.int32).to(torch.int64)
     places = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
     return (bits * places).sum() * _GAMMA + SEED

@@ -1,14 +1,12 @@
-"""Executors: what runs a block's forward so that its activations wait in a form.
+"""Executors: code around a block's forward that keeps its activations in a form.
 
-`contract.records.forms.FORMS` names one for every form. An executor takes the code of a block's
-forward and the block's module, and returns the code that runs instead: it may run the forward again
-in backward (`recompute`), or stand around it with hooks of its own that keep something else in
-place of what autograd saves. Such hooks hand what they keep to `outer_hooks()`, so that it can be
-swapped, and the buffers of offloaded parameters go, as without them. Profiler and runtime wrap
-blocks in the same way, so that a profile's bytes and seconds are a run's.
+`contract.records.forms.FORMS` names one for every form. An executor takes a block's forward and
+module, and returns the code to run instead: it may rerun the forward in backward (`recompute`), or
+surround it with hooks that replace autograd's saved tensors. Such hooks pass their tensors to
+`outer_hooks()`, so that these can be swapped, and offloaded parameters' buffers freed, as without
+them. Profiler and runtime wrap blocks in the same way: a profile's bytes and seconds are a run's.
 
-The last part is no module: the executor of a form for it returns a context, which stands around
-what runs there (`around`).
+The last part is not a module: the executor of its form returns a context (`around`).
 """
 
 from collections.abc import Callable
@@ -36,7 +34,7 @@ def _imported(executor: str) -> Any:
 
 
 def in_form(form: Form, forward: Code, module: nn.Module) -> Code:
-    """Return code in place of `forward`, that of `module`, so that its activations wait so."""
+    """The code that replaces the module's `forward`, with activations in `form`."""
     executor: Executor = _imported(FORMS[form].executor)
     return executor(forward, module)
 
@@ -49,7 +47,7 @@ def wrap_forward(module: nn.Module, form: Form) -> Callable[[], None]:
 
 
 def around(form: Form) -> AbstractContextManager[object]:
-    """A context around the forward of the last part, whose activations wait in `form`."""
+    """A context around the last part's forward, with activations in `form`."""
     if FORMS[form].of != "last part":
         return nullcontext()
     context: AbstractContextManager[object] = _imported(FORMS[form].executor)()
@@ -60,9 +58,9 @@ Hooks = tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]
 
 
 def outer_hooks() -> Hooks:
-    """The active saved-tensor hooks (pack, unpack): autograd calls none around the innermost."""
+    """The active saved-tensor hooks (pack, unpack): autograd calls only the innermost."""
     active: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if active is not None:
         return active
-    # Detached: the tensor itself would hold the graph that holds it.
+    # Detached: the tensor itself would keep the graph alive that holds it.
     return torch.Tensor.detach, lambda kept: cast(torch.Tensor, kept)

@@ -1,8 +1,8 @@
-"""Tensors with late values: which calls need them, and which only geometry.
+"""Tensors with late values: which calls need values, and which only geometry.
 
-A form of the last part may hand out a tensor that has its shape and its place in the graph, and no
-values yet (`LateValues`). Code that casts it, views it or asks for its geometry gets the same
-again; everything else needs values, which its source computes.
+A form of the last part may return a tensor with its shape and place in the graph, but without
+values (`LateValues`). Casts, views and questions of geometry keep it late; other code needs values,
+which its source computes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,19 @@ Place = Callable[[Tensor], Tensor]
 
 
 class UsedTwiceError(RuntimeError):
-    """Logits have a second use in the graph, which would round their gradient otherwise."""
+    """Logits have a second use in the graph, with which their gradient would round differently."""
 
 
 class Source:
-    """Computes values late, of a tensor and of views, casts and maps of it."""
+    """Late values of a tensor and of its views, casts and maps."""
 
-    WRITTEN: str  # where inputs were written to before
-    ELEMENTWISE: bool  # whether `near` has the elements: views are its views, and no map waits
+    WRITTEN: str  # the message on written inputs
+    ELEMENTWISE: bool  # whether `near` has the elements: views are its views, and maps do not wait
 
     def __init__(self, *inputs: Tensor | None) -> None:
         self.inputs = inputs
         self.whole: Tensor | None = None  # the values, in the graph
-        self.taken = False  # by a loss beside which there is no other use
+        self.taken = False  # by a loss without another use
         self._versions = self._seen()
 
     def compute(self) -> Tensor:
@@ -43,8 +43,8 @@ class Source:
     def used(self, use: Callable[[Tensor], Any]) -> Any:
         """Result of `use` on the values.
 
-        A use that only looks at them, as a count of right answers does, has values of its own. If
-        it makes something in the graph of them, or writes to them, they stay: they are one tensor.
+        A use that only reads, such as counting right answers, gets values of its own. If it writes
+        to them or makes a graph of them, they stay: they are one tensor.
         """
         if self.whole is not None:
             return use(self.whole)
@@ -52,7 +52,7 @@ class Source:
         with torch.enable_grad():
             whole = self.compute()
         result = use(whole)
-        # Of values alone, in no graph, it is a number: no hook, say, and nothing by a name.
+        # A result outside a graph is plain numbers: no hook, for example, and nothing by name.
         leaves = [] if result is None else leaves_in(result)
         told = bool(leaves) and all(
             not leaf.requires_grad if isinstance(leaf, Tensor) else is_value(leaf)
@@ -69,7 +69,7 @@ class Source:
         return result
 
     def check(self) -> None:
-        """RuntimeError where inputs are not what they were."""
+        """RuntimeError if inputs have changed."""
         if self._seen() != self._versions:
             raise RuntimeError(f"{self.WRITTEN}: profile the model as it runs now")
 
@@ -80,8 +80,8 @@ class Source:
 class LateValues(torch.Tensor):
     """A tensor that waits for its values, or a view, a cast or a map of one.
 
-    `near` is a tensor that is there and has the same place in the graph, and the memory that this
-    one holds; `place` makes this tensor of all values of `source`, `maps` are the maps in it.
+    `near` is a real tensor with its place in the graph, and the memory that it holds; `place`
+    derives this tensor from all values of `source`, `maps` are the maps in it.
     """
 
     source: Source
@@ -112,7 +112,7 @@ class LateValues(torch.Tensor):
     def late(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "LateValues | None":
-        """Result of a function on this tensor without values; None where it needs them."""
+        """A function's late result on this tensor; None if the function needs values."""
         if self.source.whole is not None:
             return None
         widens = is_cast(func, args, kwargs)
@@ -134,13 +134,13 @@ class LateValues(torch.Tensor):
             near = change(near)
             shape = near.shape
         else:
-            # One element in place of all has the shapes of what is made of them.
+            # A one-element tensor, expanded, gives the result's shape.
             if func is not Tensor.contiguous:
                 shape = change(torch.empty((), device="meta").expand(shape)).shape
             if not shape or shape[-1] != self.shape[-1]:
-                return None  # rows are taken apart
+                return None  # rows would be split
             wanted = (*shape[:-1], near.shape[-1])
-            # Views leave the order of elements as it is.
+            # Views keep the order of elements.
             near = near.reshape(wanted) if func in VIEWS else change(near)
             if near.shape != wanted:
                 return None
@@ -185,7 +185,7 @@ class LateValues(torch.Tensor):
 
 
 def with_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A function's result, with values for every `LateValues` argument, source by source."""
+    """A function's result with values for every `LateValues` argument, source by source."""
     leaves, tree = tree_flatten((args, kwargs))
     source = next((leaf.source for leaf in leaves if isinstance(leaf, LateValues)), None)
     if source is None:
@@ -209,7 +209,7 @@ def _applied(
 
 
 def is_cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function is a cast to float32, and nothing besides."""
+    """Whether a function is only a cast to float32."""
     if func is Tensor.float:
         return len(args) == 1 and not kwargs
     if func is not Tensor.to and func is not Tensor.type:
@@ -237,7 +237,7 @@ _ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
     Tensor.grad_fn.__get__: lambda near: near.grad_fn,  # type: ignore[union-attr]
     Tensor.untyped_storage: lambda near: near.untyped_storage(),
 }
-"""Answers about values that are not there: their place in the graph, the memory they hold."""
+"""Answers without values: the place in the graph, the memory held."""
 VIEWS = frozenset(
     [
         Tensor.view,
@@ -253,7 +253,7 @@ VIEWS = frozenset(
 
 
 def is_view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function picks elements, each at most once, and computes nothing."""
+    """Whether a function selects elements, each at most once, without computing."""
     if func is Tensor.__getitem__:
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return all(one is None or one is ... or type(one) in (int, slice) for one in index)

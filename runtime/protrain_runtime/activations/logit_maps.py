@@ -1,7 +1,7 @@
 """Element-wise maps of logits before the loss: scales and caps.
 
-Granite divides logits by a number, Cohere multiplies them with one, and Gemma 2 computes
-c tanh(x / c) of them. What goes element by element goes tile by tile, and so does its gradient.
+Granite divides logits by a number, Cohere multiplies them by one, and Gemma 2 computes c tanh(x /
+c). Element-wise maps and their gradients run tile by tile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ WIDEN = Map("widen")
 
 
 def map_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Map | None:
-    """Return the map that a function makes of its first argument; None for anything else."""
+    """The map that a function applies to its first argument; None for other functions."""
     if kwargs:
         return None
     if func in (torch.tanh, Tensor.tanh):
@@ -35,7 +35,7 @@ def map_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Map |
 
 
 def map_in_place(values: Tensor, maps: Sequence[Map]) -> tuple[Tensor, list[Tensor]]:
-    """The mapped values, written over the given ones, and the results of every tanh, in order."""
+    """The mapped values, written over the given ones, and each tanh's result, in order."""
     capped = []
     for one in maps:
         match one.kind:
@@ -54,7 +54,7 @@ def map_in_place(values: Tensor, maps: Sequence[Map]) -> tuple[Tensor, list[Tens
 
 
 def map_back_in_place(gradient: Tensor, maps: Sequence[Map], capped: list[Tensor]) -> None:
-    """Turn the gradient of mapped values into that of the values, taking `capped` tanhs."""
+    """Turn the gradient of mapped values into the values' own, consuming `capped` tanhs."""
     for one in reversed(maps):
         match one.kind:
             case "times":

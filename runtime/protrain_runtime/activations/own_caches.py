@@ -1,11 +1,10 @@
-"""A Hugging Face model's cache of keys and values, which has no use in a training step.
+"""A Hugging Face model's cache of keys and values, useless in a training step.
 
-Configurations have it on by default. Each block then writes its keys and values to an object that
-all blocks get, and that the model returns: a plan cannot move what lies there, nor run such a block
-once more. Without it a forward computes the same, and its `past_key_values` are None.
+Configurations enable it by default. Each block then writes its keys and values to an object that
+all blocks get and the model returns: a plan can neither move these tensors nor rerun such a block.
+Without the cache a forward computes the same, and its `past_key_values` are None.
 
-Forwards without gradients keep their cache, because decoding needs it. So do those that are called
-with `use_cache=True`.
+Forwards without gradients keep it for decoding; so do calls with `use_cache=True`.
 """
 
 import warnings
@@ -22,9 +21,9 @@ _SWITCH = "use_cache"
 def switch_off_caches(
     model: nn.Module, *, evaluates: bool = False, stacklevel: int | None = 1
 ) -> Callable[[], None]:
-    """Switch caches off; where the model also `evaluates`, only in its forwards with gradients.
+    """Switch caches off; if the model also `evaluates`, only in forwards with gradients.
 
-    With a warning if they were on, unless `stacklevel` is None. Returns the undo.
+    Warns if they were on, unless `stacklevel` is None. Returns the undo.
     """
     seen: set[int] = set()
     found = (module.__dict__.get("config") for module in model.modules())
@@ -53,7 +52,7 @@ def switch_off_caches(
 
 
 def _caching(config: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield the configuration and those in it, each once, that switch a cache on."""
+    """Configurations, nested ones included, that enable a cache; each once."""
     names = {kind.__name__.casefold() for kind in type(config).__mro__}
     if "pretrainedconfig" not in names or id(config) in seen:
         return

@@ -1,15 +1,15 @@
-"""A model's own `torch.utils.checkpoint` around blocks: the plan decides in its place.
+"""A model's own `torch.utils.checkpoint` around blocks: the plan decides instead.
 
-PyTorch runs such a function without its activations, and once more in backward. A plan has slots
-for blocks that run once, and says itself what of them is kept: so the function runs once, as if it
-stood there by itself (`replaced`). Checkpoints inside of a block, or of a part, stay the model's.
+PyTorch runs a checkpointed function without activations, and again in backward. A plan has slots
+for blocks that run once, and decides itself what is kept: the function runs once, as if called
+directly (`replaced`). Checkpoints inside a block or a part stay the model's.
 
-Gradients have the bits that they have with the checkpoint. Without reentrance the graph is the same
-one. With it, what a function's input gets from inside is added up before it is added to what that
-tensor gets from outside (`_apart`), and a function without an input that asks for gradients gives
-its parameters none. What would happen twice under PyTorch and once under a plan is refused.
+Gradients have the same bits as with the checkpoint. Non-reentrant graphs are the same. In reentrant
+ones, gradients from inside are summed before they are added to an input's gradients from outside
+(`_apart`), and a function without an input that requires gradients gives its parameters none.
+Effects that occur twice under PyTorch and once under a plan are refused.
 
-A Hugging Face model has a switch for its checkpoints, which `switch_off_checkpointing` turns.
+`switch_off_checkpointing` turns off a Hugging Face model's switch for its checkpoints.
 """
 
 import threading
@@ -33,14 +33,14 @@ OTHER_ORDER = (
 )
 
 Decides = Callable[[object], bool]
-"""Whether a checkpoint around this function is replaced."""
+"""Whether to replace a checkpoint around this function."""
 
 
 class _Here(threading.local):
     """The state of this thread."""
 
-    decides: Decides | None = None  # None: the checkpoints are PyTorch's
-    inside: tuple[bool, ...] = ()  # of the replaced functions that run: whether they are reentrant
+    decides: Decides | None = None  # None: PyTorch's checkpoints
+    inside: tuple[bool, ...] = ()  # whether each running replaced function is reentrant
 
 
 _HERE = _Here()
@@ -50,8 +50,8 @@ _REENTRANT = pytorch.CheckpointFunction
 
 @contextmanager
 def replaced(decides: Decides) -> Iterator[None]:
-    """Replace the checkpoints of which `decides` says so, in this thread."""
-    # Importers keep `checkpoint` itself; the function that it calls is looked up in each call.
+    """Replace the checkpoints that `decides` selects, in this thread."""
+    # Importers hold `checkpoint` itself, which looks these up in each call.
     pytorch._checkpoint_without_reentrant_generator = _without_reentrance  # type: ignore[assignment]
     _REENTRANT.apply = _reentrant  # type: ignore[method-assign]
     before, _HERE.decides = _HERE.decides, decides
@@ -62,7 +62,7 @@ def replaced(decides: Decides) -> Iterator[None]:
 
 
 def inside() -> tuple[bool, ...]:
-    """The replaced functions that run here, outermost first: whether each is reentrant."""
+    """Whether each running replaced function is reentrant, outermost first."""
     return _HERE.inside
 
 
@@ -84,7 +84,7 @@ def _reentrant(function: Callable[..., object], preserve: bool, *args: object) -
         apply: Callable[..., object] = super(_REENTRANT, _REENTRANT).apply
         return apply(function, preserve, *args)
     if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-        pytorch.check_backward_validity(args)  # which warns
+        pytorch.check_backward_validity(args)  # warns
         with torch.no_grad():
             return function(*args)
     run = _once(preserve, reentrant=True)
@@ -99,7 +99,7 @@ def _apart(value: object) -> object:
 
 
 def _once(preserve: bool, *, reentrant: bool) -> Iterator[None]:
-    """Before and after the function, which runs in between: a generator that yields once."""
+    """Code before and after the function, as a generator that yields once."""
     before = b"" if preserve else _random_state()
     draws = Draws(())
     outside, _HERE.inside = _HERE.inside, (*_HERE.inside, reentrant)
@@ -115,14 +115,14 @@ def _once(preserve: bool, *, reentrant: bool) -> Iterator[None]:
 
 
 def _random_state() -> bytes:
-    """PyTorch's own, as bytes in Python's memory, where no tensor stands for it."""
+    """PyTorch's random states as Python bytes, without tensors."""
     with _disable_current_modes():
         states = [torch.get_rng_state(), *devices.all_random_states()[1]]
         return b"".join(state.numpy().tobytes() for state in states)
 
 
 def refuse_around(model: nn.Module, block: nn.Module) -> None:
-    """Refuse a block in a replaced function that would train otherwise than with the checkpoint."""
+    """Refuse a block in a replaced function that would train differently without its checkpoint."""
     kind = type(block).__name__
     for norm in with_running_statistics(block):
         if norm.training:
@@ -146,7 +146,7 @@ def refuse(what: str, why: str) -> NoReturn:
 _ATTRIBUTE = "gradient_checkpointing"
 """The attribute that `gradient_checkpointing_enable()` sets on modules that recompute."""
 _FUNCTION = "_gradient_checkpointing_func"
-"""The checkpoint with its settings, as it leaves them there."""
+"""The checkpoint function with its settings, left there by that call."""
 _ASKING = "_require_grads_hook"
 """The handle that the same function leaves on a model whose embeddings' outputs ask for gradients
 from then on, for the sake of reentrant recomputation. Where embeddings are frozen, a plan knows

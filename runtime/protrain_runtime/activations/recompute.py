@@ -33,24 +33,24 @@ from protrain_runtime.activations.twice import run_twice
 
 State = Any
 Source = tuple[Callable[[], State], Callable[[State], None]]
-"""A generator's state, as something that `==` compares, and what sets it."""
+"""A generator's state, comparable by `==`, and its setter."""
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def full(forward: Code, module: nn.Module) -> Code:
-    """The executor of the form `full`: the inputs are kept, the forward runs again as a whole."""
+    """The executor of the form `full`: keeps the inputs and reruns the whole forward."""
     return recomputed(forward, module, run_twice)
 
 
 def recomputed(forward: Code, module: nn.Module, twice: Code) -> Code:
-    """`forward`, the code of `module`, run by `twice`, once now and once more in backward.
+    """`forward`, the code of `module`, run by `twice`: now and again in backward.
 
-    Random states, autocast and modes are those of the first run (`run_twice`, `Draws`), and so are
-    the arguments: what the first run wrote into containers or objects among them is not seen by the
-    second. All tensors in arguments are handed over by themselves, so that every input is seen by
-    the saved-tensor hooks around it. Running statistics are written in the first run alone.
+    The second run has the first run's random states, autocast and modes (`run_twice`, `Draws`) and
+    arguments: it does not see writes to containers or objects among them. All tensors in arguments
+    are passed separately, so that the saved-tensor hooks around it see every input. Running
+    statistics are written in the first run only.
     """
     statistics, modules = with_running_statistics(module), [*module.modules()]
 
@@ -93,12 +93,12 @@ class Draws:
     """Random numbers that one forward draws: `first` goes around it, `again` around the next."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules  # those that a block has, itself included
+        self._modules = modules  # of a block, itself included
         self._drawn: list[tuple[Source, State]] = []  # with the states before the first run
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Note the states of generators that move inside; of those that stay nothing is kept."""
+        """Record the states of generators that advance inside."""
         numpy = sys.modules.get("numpy")
         sources: list[Source] = [(random.getstate, random.setstate)]
         if numpy is not None:
@@ -116,12 +116,12 @@ class Draws:
 
     @property
     def any(self) -> bool:
-        """Whether the first run drew something."""
+        """Whether the first run drew random numbers."""
         return bool(self._drawn)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """As before the first run inside, and afterwards as before this one."""
+        """Restore the states before the first run inside, and the present ones afterwards."""
         present = [(source, source[0]()) for source, _ in self._drawn]
         for (_, set_state), state in self._drawn:
             set_state(state)
@@ -155,7 +155,7 @@ def _of_numpy(generator: Any, numpy: Any) -> Source:
 
 
 def _of_torch(generator: torch.Generator) -> Source:
-    """Its state as bytes in Python's memory, where no tensor stands for it."""
+    """Its state as Python bytes, without tensors."""
 
     def state() -> State:
         with _disable_current_modes():
@@ -189,9 +189,9 @@ def generators(modules: Iterable[nn.Module]) -> Iterator[object]:
 
 @cache
 def _kind(of: type) -> str:
-    """Say of a class whether its objects are generators, or may hold some; empty: neither."""
+    """Whether objects of a class are generators, or may hold some; empty: neither."""
     kinds: tuple[type, ...] = (random.Random, torch.Generator)
-    if (numpy := sys.modules.get("numpy")) is not None:  # and no class is made of its ones before
+    if (numpy := sys.modules.get("numpy")) is not None:  # no class derives from its types before
         kinds += (numpy.random.Generator, numpy.random.RandomState)
     if issubclass(of, kinds):
         return "generator"
@@ -199,7 +199,7 @@ def _kind(of: type) -> str:
 
 
 def with_running_statistics(module: nn.Module) -> tuple[nn.Module, ...]:
-    """The norms in a module, itself included, that keep statistics of the batches they saw."""
+    """Norms in a module, itself included, that keep batch statistics."""
     return tuple(
         norm
         for norm in module.modules()
@@ -209,7 +209,7 @@ def with_running_statistics(module: nn.Module) -> tuple[nn.Module, ...]:
 
 @contextmanager
 def unchanged(norms: Sequence[nn.Module]) -> Iterator[None]:
-    """The norms' buffers have the same values afterwards, and the same versions for autograd."""
+    """Restore the norms' buffers afterwards, values and autograd versions."""
     buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
     with torch.no_grad():
         values = [buffer.clone() for buffer in buffers]
@@ -226,9 +226,9 @@ _SET: Callable[[Tensor, Tensor], None] = parametrize._maybe_set
 
 
 def let_parametrize_rerun() -> None:
-    """From now on `torch.nn.utils.parametrize` sets no parameter to itself.
+    """Stop `torch.nn.utils.parametrize` from setting a parameter to itself, from now on.
 
-    It does where a parametrization has no right inverse, and PyTorch counts that as a write. Peft's
+    It does so if a parametrization has no right inverse, and PyTorch counts that as a write. Peft's
     adapters on parameters of experts register one in each forward.
     """
     parametrize._maybe_set = _set_to_another
@@ -243,7 +243,7 @@ Written = dict[str, tuple[Tensor, int]]
 
 
 def other_buffers(module: nn.Module) -> Written:
-    """The buffers in a module by name, each with its version, but for running statistics."""
+    """A module's buffers by name, with versions, except running statistics."""
     known = {buffer for norm in with_running_statistics(module) for buffer in norm.buffers()}
     return {
         name: (buffer, buffer._version)
@@ -253,7 +253,7 @@ def other_buffers(module: nn.Module) -> Written:
 
 
 def written_buffers(before: Written, after: Written) -> tuple[str, ...]:
-    """The names of those that were written to, replaced, made or dropped in between."""
+    """Names of buffers that were written, replaced, made or dropped in between."""
     return tuple(
         name
         for name in {**before, **after}

@@ -1,10 +1,9 @@
 """The form `fused` of a compiled block: its recomputation is compiled with it.
 
-In `full` a compiled block's code runs twice, as it is, so that training has the bits of the
-compiled model. Here `torch.utils.checkpoint` stands around the block's plain code, and both are
-compiled: the backward graph computes what it needs of the forward again, leaves out what it does
-not need (the last product of an MLP), and fuses it with the rest. Its kernels are others than those
-of the compiled block, and so may their rounding be.
+In `full` a compiled block's code runs twice, unchanged: training has the compiled model's bits.
+Here `torch.utils.checkpoint` surrounds the block's plain code, and both are compiled: the backward
+graph recomputes only what it needs (not the last product of an MLP) and fuses it with the rest. Its
+kernels, and perhaps their rounding, differ from the compiled block's.
 """
 
 from functools import partial
@@ -21,8 +20,8 @@ from protrain_runtime.activations.recompute import full, with_running_statistics
 def fused(forward: Code, module: nn.Module) -> Code:
     """The executor of the form `fused`.
 
-    Falls back to `full` for blocks that the user compiled, or that are not compiled, and where
-    norms keep batch statistics, which a second run must not write.
+    Falls back to `full` for blocks compiled by the user, uncompiled blocks, and norms with batch
+    statistics, which a second run must not write.
     """
     if not isinstance(forward, CompiledBlock) or with_running_statistics(module):
         return full(forward, module)

@@ -23,7 +23,7 @@ from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.states.chunks import Chunk, SavedViews
 
 MIN_SWAP_BYTES = 16 * 1024
-"""Storages below this stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
+"""Smaller storages stay: a transfer's fixed cost outweighs them, and they add up to nothing."""
 
 
 Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
@@ -34,9 +34,9 @@ is conjugated or negated, since autograd saves lazy conjugates, too."""
 class SwappedStorage:
     """One storage that leaves the device and comes back.
 
-    `source` holds the bytes on the device until the way out has ended; `restored` holds them from
-    the start of the way back. The saved tensors own the record, so that `restored` is freed when
-    autograd has used the last of them, as it would free the storage itself.
+    `source` holds the bytes on the device until the copy out has ended; `restored` holds them from
+    the start of the copy back. The saved tensors own the record: `restored` is freed when autograd
+    has used the last of them, as the storage itself would be.
     """
 
     __slots__ = ("__weakref__", "_saved", "_version", "num_bytes", "offset", "restored", "source")
@@ -44,7 +44,7 @@ class SwappedStorage:
     def __init__(self, storage: torch.UntypedStorage, saved: torch.Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.source: torch.Tensor | None = whole  # uint8 [bytes]
-        # Counts the writes to what was saved, as autograd does where no hooks take it.
+        # Counts writes to the saved tensor, as autograd does without hooks.
         self._saved: torch.Tensor | None = saved.detach()
         self._version = saved._version
         self.num_bytes = storage.nbytes()
@@ -52,12 +52,12 @@ class SwappedStorage:
         self.restored: torch.Tensor | None = None
 
     def leave(self) -> None:
-        """The way out has ended: the bytes are in the store, as they were saved."""
+        """The copy out has ended: the store has the bytes as saved."""
         self._check()
         self.source = self._saved = None
 
     def stay(self) -> None:
-        """Serve the bytes from where they are, as an unswapped saved tensor would be."""
+        """Serve the bytes in place, as an unswapped saved tensor."""
         self.restored, self.source = self.source, None
 
     def _check(self) -> None:
@@ -68,12 +68,12 @@ class SwappedStorage:
             )
 
     def held_elsewhere(self) -> bool:
-        """Whether anybody holds the storage besides this record."""
+        """Whether the storage has other holders than this record."""
         assert self.source is not None
         return num_holders(self.source.untyped_storage()) > 2  # `source` and `_saved`
 
     def bytes(self) -> torch.Tensor:
-        """The bytes from where they are now: back already, or not gone yet."""
+        """The bytes: back already, or not gone yet."""
         self._check()
         held = self.restored if self.restored is not None else self.source
         if held is None:
@@ -89,7 +89,7 @@ ByPointer = dict[int, ref[SwappedStorage]]
 
 @dataclass(slots=True)
 class Begun:
-    """Whether a unit's backward slot has begun; `begin` is called before, to begin it."""
+    """Whether a unit's backward slot has begun; `begin` begins it."""
 
     begin: Callable[[], None]
     begun: bool = False
@@ -102,7 +102,7 @@ lies there. It owns the record of a swapped storage. Of a buffer that lasts, it 
 
 
 def _unpacking(slot: Begun) -> Callable[[Any], torch.Tensor]:
-    """The hook that gives a saved tensor again; it begins `slot` where that has not begun."""
+    """The hook that restores a saved tensor; it begins `slot` if needed."""
 
     def unpack(saved: torch.Tensor | Place) -> torch.Tensor:
         if not isinstance(saved, tuple):
@@ -136,13 +136,13 @@ def _unpacking(slot: Begun) -> Callable[[Any], torch.Tensor]:
 class SavedTensors:
     """The hooks for one unit's forward.
 
-    `chunks` are the offloaded chunks that the unit reads. If `swaps`, storages that belong to the
-    unit are collected in `swapped`; `foreign` are the storages that do not (data pointers of the
-    model's parameters, and of inputs that other units use as well). `own` are inputs without other
-    holders once the caller's frame has released them. `handed_on` are those that the unit before
-    would swap and has handed on: a block that returns its input. They leave with this unit, for
-    both. `slot` is asked before backward reads what has left: it begins then, at the latest. (What
-    a unit computes beside what it hands on may come before it in backward.)
+    `chunks` are the offloaded chunks that the unit reads. If `swaps`, the unit's own storages are
+    collected in `swapped`; `foreign` are other storages (data pointers of the model's parameters,
+    and of inputs that other units use as well). `own` are inputs without other holders once the
+    caller's frame has released them. `handed_on` are outputs of the previous unit that it would
+    swap, if a block returns its input: they leave with this unit, for both. `slot` begins before
+    backward reads tensors that have left, at the latest. (Side computations of a unit may run
+    before it in backward.)
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class SavedTensors:
         slot: Begun,
     ) -> None:
         self._slot = slot
-        # By the storage of a buffer: its place, and the views that are saved of one that lasts.
+        # By a buffer's storage: its place, and the saved views if it is reused.
         self._buffers: dict[int, tuple[tuple[Chunk, int], SavedViews | None]] = {}
         for chunk in chunks:
             for group, buffer in chunk.buffers.items():
@@ -166,8 +166,8 @@ class SavedTensors:
         self.swaps, self._foreign, self._own = swaps, foreign, own
         self._before: ByPointer = {} if handed_on is None else handed_on
         self.handed_on: ByPointer = {}
-        # What autograd releases within the forward (the graph of what is detached) is gone here,
-        # too: it does not leave, and nothing holds it until the unit ends.
+        # Tensors that autograd releases within the forward (of a detached graph) disappear here,
+        # too: they are not swapped, and nothing holds them until the unit ends.
         self._by_pointer: ByPointer = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacking(slot))
 
@@ -181,7 +181,7 @@ class SavedTensors:
             self._hooks.__exit__()
 
     def swapped(self, *, outputs: frozenset[int]) -> list[SwappedStorage]:
-        """The storages that only autograd holds, other than `outputs`."""
+        """The storages that only autograd holds, except `outputs`."""
         storages: list[SwappedStorage] = []
         for pointer, reference in self._by_pointer.items():
             if (storage := reference()) is None:
@@ -196,23 +196,23 @@ class SavedTensors:
         self._by_pointer.clear()
         return storages
 
-    # It runs for every tensor that every block saves, as `_unpacking` does: each call is felt.
+    # Runs for every saved tensor of every block, as `_unpacking` does: each call counts.
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | Place":
         if tensor.layout != torch.strided:
-            return tensor.detach()  # a sparse one is of several tensors
+            return tensor.detach()  # a sparse one consists of several tensors
         place: SwappedStorage | tuple[Chunk, int] | None
         held = self._buffers.get(_storage_of(tensor)) if self._buffers else None
         if held is not None:
             place, views = held
             if views is not None:
-                # Asked of its class, since parameters have an `isinstance` of their own.
+                # By class: parameters have an `isinstance` of their own.
                 if issubclass(type(tensor), nn.Parameter):
                     return tensor
                 view = tensor.detach()
                 views.append(ref(view))
                 return place, view
         elif not self.swaps or (place := self._swapped_place(tensor)) is None:
-            return tensor.detach()  # the tensor itself would hold the graph that holds it
+            return tensor.detach()  # the tensor itself would keep the graph alive that holds it
         return place, (
             tensor.dtype,
             tensor.shape,
@@ -223,11 +223,11 @@ class SavedTensors:
         )
 
     def _swapped_place(self, tensor: torch.Tensor) -> SwappedStorage | None:
-        """The record of a tensor's storage, made where it is new; None where it stays."""
+        """The record of a tensor's storage, made if new; None if it stays."""
         storage = tensor.untyped_storage()
         try:
             pointer = storage.data_ptr()
-        except RuntimeError:  # a tangent of zeros (forward AD), which has no memory
+        except RuntimeError:  # a tangent of zeros (forward AD), without memory
             return None
         if pointer in self._foreign or storage.nbytes() < MIN_SWAP_BYTES:
             return None

@@ -1,22 +1,20 @@
-"""Partial recomputation: what a block's expensive operators computed is kept, all else runs again.
+"""Partial recomputation: outputs of a block's expensive operators are kept, the rest runs again.
 
-*Expensive* are products of matrices (`mm`, `addmm`, `bmm`, grouped and scaled ones), convolutions
-and attention kernels, recognized by name. Norms, activation functions, element-wise operators,
-look-ups and views are cheap. A form takes the first so many expensive operators of a block's
-forward, and keeps their outputs, but for those of low-rank products (`is_low_rank`):
+*Expensive* are matrix products (`mm`, `addmm`, `bmm`, grouped and scaled ones), convolutions and
+attention kernels, recognized by name. Norms, activation functions, element-wise operators, look-ups
+and views are cheap. A form keeps the outputs of a block's first expensive operators, except
+low-rank products (`is_low_rank`):
 
     lite   all of them
     mlp    up to the one after the last attention, which is its output projection
     attn   up to the last attention
 
-Attention is a kernel of that name, or two batched products with a softmax between them, whose
-outputs are kept whatever their shapes. A block without attention keeps nothing in the forms mlp and
-attn. Of a compiled block only the operators
-that its compiled code calls are seen.
+Attention is a kernel of that name, or two batched products with a softmax in between, whose outputs
+are kept for any shape. A block without attention keeps nothing in the forms mlp and attn. In a
+compiled block, only operators called by its compiled code are seen.
 
-In backward the block's forward runs again, and in place of these operators their outputs are
-handed out, in the same order, and given up. Low-rank products have their places in that order, and
-run again.
+In backward the block's forward runs again; in place of these operators their outputs are returned
+in order, and dropped. Low-rank products keep their places in that order, and run again.
 """
 
 from collections import deque
@@ -58,7 +56,7 @@ attn = partial(_keeping_first, lambda found: found.num_to_attention)
 
 
 def _name(operator: Any) -> str:
-    """Without namespace and overload."""
+    """The name without namespace and overload."""
     name: str = operator.name().rpartition("::")[2].partition(".")[0]
     return name
 
@@ -68,9 +66,9 @@ Kind = Literal["cheap", "in place", "softmax", "product", "batched product", "at
 
 @cache
 def kind_of(operator: Any) -> Kind:
-    """Return the kind of an operator, by its name: the overloads of one are the same."""
+    """The kind of an operator, by its name without overload."""
     name = _name(operator)
-    schema = getattr(operator, "_schema", None)  # operators of higher order have none
+    schema = getattr(operator, "_schema", None)  # higher-order operators have none
     if schema is not None and schema.is_mutable:
         return "in place"
     if "attention" in name or "attn" in name:
@@ -103,18 +101,18 @@ _OPERANDS = {
 
 
 def is_low_rank(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call is a product that costs about what an element-wise operator does.
+    """Whether the call is a product about as cheap as an element-wise operator.
 
     Its inner dimension is at most `LARGEST_RANK`, and no larger than either side of the result, as
-    in LoRA's second product: [tokens, r] times [r, features]. Of the first one, [tokens, features]
-    times [features, r], the result is small and the operand is large: it is not.
+    in LoRA's second product: [tokens, r] times [r, features]. The first one, [tokens, features]
+    times [features, r], has a small result and a large operand: not cheap.
     """
     operands = _OPERANDS.get(_name(operator))
     if operands is None:
         return False
     left, right = map(named(operator, args, kwargs).__getitem__, operands)
     if left.layout != torch.strided or right.layout != torch.strided:
-        return False  # other layouts cost otherwise
+        return False  # other layouts have other costs
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     return bool(inner <= min(LARGEST_RANK, rows, columns))
 
@@ -140,13 +138,13 @@ class _Count:
 
 
 class _Mode(TorchDispatchMode):
-    """A mode for which compiled code stays compiled, and is not looked into."""
+    """A mode that leaves compiled code compiled, and does not look into it."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._outside: Any = None  # what dispatching leaves out where the block is called
+        self._outside: Any = None  # excluded by dispatch at the block's call
         self._nested = 0
 
     def __enter__(self) -> Self:
@@ -161,9 +159,9 @@ class _Mode(TorchDispatchMode):
     def ran(self, func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Run the operator as without a mode.
 
-        Within one PyTorch has autocast off, and a package's kernel in Python may call operators
-        that autocast casts: such as bitsandbytes' product with packed weights. Where the block has
-        an autocast of its own around that, whether it is on cannot be seen, and it is off.
+        Within one PyTorch has autocast off, and a Python kernel of a package, such as bitsandbytes'
+        product with packed weights, may call operators that autocast casts. If the block has its
+        own autocast around that, its state is invisible, and it is off.
         """
         if func.namespace == "aten" or self._outside is None or _nesting() != self._nested:
             return func(*args, **kwargs)
@@ -182,7 +180,7 @@ _AUTOCAST = [
 
 
 def _nesting() -> int:
-    """Count the autocasts around."""
+    """The number of autocasts around."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
@@ -190,8 +188,8 @@ def _nesting() -> int:
 class _Keeping(_Mode):
     """The forward: collects the outputs of all expensive operators.
 
-    Which of them the form keeps is known when the block has ended. Until then they stand together,
-    in a slot that holds no more than the block's backward slot, where everything is back.
+    The form's choice is known when the block has ended. Until then all are held, in a slot that
+    holds no more than the block's backward slot, where everything is back.
     """
 
     def __init__(self) -> None:
@@ -199,12 +197,12 @@ class _Keeping(_Mode):
         self.outputs: list[_Output] = []
         self.num_to_attention: int = 0  # outputs up to the last attention
         self._last: Kind = "cheap"
-        self._undecided: _Output | None = None  # low-rank: it runs again, unless it is attention's
+        self._undecided: _Output | None = None  # low-rank: runs again, unless it is attention's
         self._num_saved = _Count()
 
     def __enter__(self) -> Self:
-        # See [Note: what early stopping makes superfluous]. The hooks hold the count and not this
-        # object: saved tensors hold hooks, and would hold what it collects.
+        # See [Note: what early stopping makes superfluous]. The hooks hold the count, not this
+        # object: saved tensors hold hooks, and would hold the collected outputs.
         pack, unpack = outer_hooks()
         count = self._num_saved
 
@@ -254,7 +252,7 @@ class _Keeping(_Mode):
         return self.ran(func, args, kwargs)
 
     def _decide(self, kind: Kind, *, low_rank: bool) -> None:
-        """Which outputs are attention's, and which are not held, now that there is another one."""
+        """Mark outputs as attention's, or as dropped, on the next operator."""
         output = self.outputs[-1]
         second = kind == "batched product" and self._last == "softmax"
         if self._undecided is not None and not second:
@@ -279,10 +277,9 @@ class _Keeping(_Mode):
             )
 
     def kept(self, count: int, *, handed_on: list[torch.Tensor]) -> list[_Output]:
-        """The first `count` outputs, given up here; one that the block hands on is copied."""
-        # [Note: what early stopping makes superfluous]
-        # Recomputation ends when the last tensor that autograd saved is there again. Operators that
-        # ran after that, such as a block's last product, are never reached.
+        """The first `count` outputs, released here; outputs of the block itself are copied."""
+        # [Note: what early stopping makes superfluous] Recomputation ends at the last tensor that
+        # autograd saved. Operators after it, such as a block's last product, are not reached.
         total = self._num_saved.value
         if self._undecided is not None:
             self._undecided.result = None
@@ -293,7 +290,7 @@ class _Keeping(_Mode):
 
 
 class _Replaying(_Mode):
-    """The recomputation: hands out what was kept in place of running the operators again."""
+    """The recomputation: returns kept outputs in place of running the operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +299,7 @@ class _Replaying(_Mode):
         self._left: deque[_Output] = deque()
 
     def take(self, outputs: list[_Output]) -> None:
-        """Hold the outputs until backward, their tensors as the hooks around the block will."""
+        """Hold the outputs until backward; the hooks around the block hold their tensors."""
         tensors = tensors_in([output.result for output in outputs])
         anchor = torch.empty(0, requires_grad=True)
         self._saved = Saved.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
@@ -322,7 +319,7 @@ class _Replaying(_Mode):
         saved, self._saved = self._saved, None
         tensors: Iterator[torch.Tensor] = iter(saved.grad_fn.saved_tensors)
         for output in outputs:
-            # What came back from a tier is a view of its bytes, which the block may not write to.
+            # A tensor from a tier is a view of its bytes, which the block may not write to.
             output.result = tree_map_only(_Hole, lambda _: _alias(next(tensors)), output.result)
         self._left.extend(outputs)
         super().__enter__()
@@ -360,10 +357,10 @@ class _Hole:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its place in the graph, which would hold what holds it.
+    """The tensor outside the graph, which would keep alive what holds it.
 
-    PyTorch counts a write to either for both. It shows that code outside the block wrote to the
-    tensor before backward, unless the block had reshaped it first.
+    PyTorch counts a write to either for both: writes from outside the block before backward are
+    detected, unless the block had reshaped the tensor first.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()

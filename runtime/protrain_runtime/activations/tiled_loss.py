@@ -52,9 +52,9 @@ from protrain_runtime.activations.trees import PLAIN
 from protrain_runtime.devices.lanes import num_holders
 
 TILE_ELEMENTS = 2**24
-"""The most elements of a tile of kept logits: 64 MiB of float32, which keeps any device busy."""
+"""Most elements of a tile of kept logits: 64 MiB of float32, which keeps any device busy."""
 TILES = 8
-"""The least tiles of kept logits, where rows are enough: a tile is small beside the logits."""
+"""Least tiles of kept logits, given enough rows: a tile is small beside the logits."""
 TILE_ROWS = 16
 """Tiles are whole multiples of so many rows. Kernels of products are made for them, and every row
 lies in its tile as it would in the whole, counted from a multiple of 16 bytes, by which CUDA's
@@ -62,22 +62,22 @@ kernels order a row's sum."""
 
 _NARROW = (torch.bfloat16, torch.float16)
 _REDUCTIONS = {"mean": 1, "sum": 2}  # as `at::Reduction` counts
-_IGNORED = -100  # in place of whatever number the model ignores
+_IGNORED = -100  # in place of the model's ignored index
 
 
 def tile_rows(num_rows: int, num_classes: int) -> int:
-    """Rows of a tile of kept logits, of so many in all."""
+    """Rows per tile of kept logits."""
     most = min(TILE_ELEMENTS // num_classes, -(-num_rows // TILES))
     return max(TILE_ROWS, most // TILE_ROWS * TILE_ROWS)
 
 
 def tiles(count: int, size: int) -> Iterator[slice]:
-    """`count` rows in tiles, of which the last may have fewer."""
+    """`count` rows in tiles of `size`; the last may be smaller."""
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
 class _Watching(TorchFunctionMode):
-    """Delays casts of logits until the part's loss, or products if in so many tiles."""
+    """Delays casts of logits until the part's loss, or products if in tiles."""
 
     def __init__(self, num_tiles: int | None) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Watching(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return func(*args, **kwargs)  # compiled code has the bits that the compiler gives it
+            return func(*args, **kwargs)  # compiled code has the compiler's bits
         if func is cross_entropy:
             return _cross_entropy(_LossCall(*args, **kwargs), self._num_tiles)
         if self._num_tiles is None:
@@ -196,12 +196,12 @@ class _Product(Source):
         super().check()
 
     def close(self) -> None:
-        """Release head and inputs: if values are there, the graph has what it needs."""
+        """Release head and inputs: if values exist, the graph has its inputs."""
         self._open, self.inputs = False, ()
 
 
 class _LossCall(NamedTuple):
-    """The arguments of `F.cross_entropy`, by its names."""
+    """The arguments of `F.cross_entropy`, by name."""
 
     input: Tensor
     target: Tensor
@@ -228,7 +228,7 @@ class _LossCall(NamedTuple):
         )
 
     def plainly(self) -> Tensor:
-        """Result of `F.cross_entropy`, with values in place of those that wait."""
+        """Result of `F.cross_entropy`, with late tensors' values."""
         options = self._asdict()
         tensors = options.pop("input"), options.pop("target")
         loss: Tensor = with_values(cross_entropy, tensors, options)
@@ -236,7 +236,7 @@ class _LossCall(NamedTuple):
 
 
 def _computed_in(logits: Tensor) -> torch.dtype | None:
-    """The dtype that plain PyTorch computes the loss in; None where it takes two of them."""
+    """The dtype of plain PyTorch's loss; None if it uses two."""
     kind = logits.device.type
     if not torch.is_autocast_enabled(kind):
         return logits.dtype
@@ -246,7 +246,7 @@ def _computed_in(logits: Tensor) -> torch.dtype | None:
 
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """A context where operators on such a tensor run in the dtypes that they are given."""
+    """A context where operators on the tensor run in their inputs' dtypes."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
         return nullcontext()
@@ -254,7 +254,7 @@ def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def _cross_entropy(call: _LossCall, num_tiles: int | None) -> Tensor:
-    """`F.cross_entropy`, in tiles where it is a mean or a sum over rows of such logits."""
+    """`F.cross_entropy`, in tiles if it is a mean or a sum over rows of such logits."""
     logits, source = call.input, None
     late = logits if isinstance(logits, LateValues) else None
     if late is not None and late.source.whole is not None:
@@ -280,10 +280,10 @@ def _cross_entropy(call: _LossCall, num_tiles: int | None) -> Tensor:
         or not logits.is_contiguous()
     ):
         return call.plainly()
-    if isinstance(source, _Cast):  # which hands the 16-bit values to a loss in place
+    if isinstance(source, _Cast):  # passes the 16-bit values to a loss in place
         source.check()
         if source.taken:
-            source.used(torch.clone)  # refuses
+            source.used(torch.clone)  # raises
         source.taken = True
     in_place = dtype, _REDUCTIONS[call.reduction], call.ignore_index
     loss = _LossInPlace.apply(logits, call.target, *in_place)  # type: ignore[no-untyped-call]
@@ -293,8 +293,8 @@ def _cross_entropy(call: _LossCall, num_tiles: int | None) -> Tensor:
 class _LossInPlace(torch.autograd.Function):
     """The cross entropy of logits [rows, classes] and targets [rows], in tiles of rows.
 
-    The logarithms that the targets pick are added up as a whole, by the operator that plain PyTorch
-    adds them up with: the order of a sum is part of its bits.
+    The targets' logarithms are summed as a whole, by plain PyTorch's operator: the order of a sum
+    is part of its bits.
     """
 
     @staticmethod
@@ -311,7 +311,7 @@ class _LossInPlace(torch.autograd.Function):
             loss, total = torch.ops.aten.nll_loss_forward(picked, first, None, reduction, _IGNORED)
         ctx.save_for_backward(target, total)
         ctx.rule = dtype, reduction, ignored
-        # No saved tensor: hooks around the part might hold it otherwise than by this one name.
+        # Not a saved tensor: hooks around the part might hold it under another name.
         ctx.logits, ctx.version = logits.detach(), logits._version
         found: Tensor = loss
         return found
@@ -362,7 +362,7 @@ class _Rule(NamedTuple):
     num_tiles: int
 
     def tiles(self, count: int) -> Iterator[slice]:
-        """`count` rows in so many tiles."""
+        """`count` rows in `num_tiles` tiles."""
         return tiles(count, math.ceil(count / self.num_tiles / TILE_ROWS) * TILE_ROWS)
 
 
@@ -386,7 +386,7 @@ class _TiledLoss(torch.autograd.Function):
                 del product
                 most = logits.amax(1, keepdim=True)
                 picked = logits.gather(1, place[rows])
-                # In place, so that one tile stands at a time.
+                # In place: one tile exists at a time.
                 torch.sum(logits.sub_(most).exp_(), 1, out=sums[rows])
                 sums[rows].log_().add_(most[:, 0])
                 torch.sub(sums[rows], picked[:, 0], out=losses[rows])
@@ -452,7 +452,7 @@ class _TiledLoss(torch.autograd.Function):
 
 
 def _product_into(found: Tensor, left: Tensor, right: Tensor) -> None:
-    """`found` = left @ right, with no tensor beside it where all are of one dtype."""
+    """`found` = left @ right, without a temporary if all have one dtype."""
     if found.dtype == left.dtype:
         torch.mm(left, right, out=found)
     else:

@@ -1,18 +1,17 @@
 """The form `tiled` of a block: recomputed as in `full`, its MLP over a few tokens at a time.
 
-A block that is recomputed holds in backward all that its MLP saves, of all tokens: the most of what
-a block saves. Here the MLP's input alone is saved, and backward goes over `TILES` tiles of tokens:
-the MLP's forward and backward of one tile, then those of the next. So an MLP's forward runs twice,
-as in `full`: not when the block's forward runs again, since nothing else needs its output, but tile
-by tile. Gradients of weights are sums over tiles, added up in float32:
-equal to plain PyTorch's up to the order and rounding of sums. (Mini-sequence transformer, arXiv
-2407.15892.)
+In backward a recomputed block holds all that its MLP saves, of all tokens: most of a block's saved
+bytes. Here only the MLP's input is saved, and backward runs the MLP's forward and backward of one
+tile of tokens after another, `TILES` in all. The MLP's forward runs twice, as in `full`: not when
+the block's forward runs again, since nothing else needs its output, but tile by tile. Gradients of
+weights are sums over tiles in float32: equal to plain PyTorch's up to the order and rounding of
+sums. (Mini-sequence transformer, arXiv 2407.15892.)
 
-An MLP is a module inside the block whose operators take every token by itself. That is read off
-the operators that it runs on its first call (`_Watching`): products with weights, and operators
-that work element by element, along the features or on weights alone. What mixes tokens, draws
-random numbers or writes in place is no MLP. A block without one is recomputed as in `full`, and so
-is one with compiled code, which shows no modules.
+An MLP is a module inside the block whose operators treat every token separately, as observed in its
+first call (`_Watching`): products with weights, and operators that are element-wise, along the
+features or on weights alone. Modules that mix tokens, draw random numbers or write in place are not
+MLPs. Blocks without an MLP are recomputed as in `full`, and so is compiled code, which shows no
+modules.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +36,7 @@ TILES = 8
 
 
 def tiled(forward: Code, module: nn.Module) -> Code:
-    """The executor of the form `tiled`. Where code is compiled, it is that of `full`."""
+    """The executor of the form `tiled`; for compiled code, of `full`."""
     if any(map(is_compiled, module.modules())):
         return full(forward, module)
     mlps = _Mlps(module)
@@ -50,7 +49,7 @@ def tiled(forward: Code, module: nn.Module) -> Code:
 
 
 class _Mlps:
-    """The MLPs of a block, found on the first call of each module that may be one."""
+    """A block's MLPs, found at the first call of each candidate."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
@@ -58,9 +57,9 @@ class _Mlps:
 
     @cached_property
     def _candidates(self) -> list[nn.Module]:
-        """Modules made of several, with weights of products; asked for in the block's slot alone.
+        """Modules of several, with weights of products; only valid in the block's slot.
 
-        Parameters that are away have no shape.
+        Offloaded parameters have no shape elsewhere.
         """
         return [
             module
@@ -72,7 +71,7 @@ class _Mlps:
 
     @contextmanager
     def tiled(self) -> Iterator[None]:
-        """MLPs run in tiles inside."""
+        """Run MLPs in tiles inside."""
         with ExitStack() as stack:
             for module in self._candidates:
                 watched = any(  # by hooks, which would see tiles
@@ -95,14 +94,14 @@ class _Mlps:
         parameters = [one for one in module.parameters() if one.requires_grad]
         if not given.requires_grad and not parameters:
             return forward(given)
-        # Saved first: the recomputation ends there where the block needs nothing that comes after.
+        # Saved first: the recomputation ends here if the block needs nothing after it.
         anchor = torch.empty(0, requires_grad=True)
         saved = Saved.apply(anchor, given)  # type: ignore[no-untyped-call]
         return _Tiles.apply(given, (saved,), forward, *parameters)  # type: ignore[no-untyped-call]
 
 
 def _is_input(given: object) -> bool:
-    """Whether something is tokens [batch, length, features], of which there are several."""
+    """Whether the input is several tokens [batch, length, features]."""
     return (
         isinstance(given, Tensor)
         and type(given) in PLAIN
@@ -115,7 +114,7 @@ def _is_input(given: object) -> bool:
 
 
 def takes_tokens_apart(forward: Code, given: Tensor) -> bool:
-    """Whether a forward takes every token by itself, as a try with a few of them shows."""
+    """Whether a forward treats every token separately, by a trial on a few."""
     few = given.detach()[:, :_TRIED].contiguous()
     watching = _Watching(few)
     try:
@@ -136,7 +135,7 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, given: Tensor, saved: tuple[Tensor], forward: Code, *parameters: Tensor
     ) -> Any:
-        # In a tuple, so that the graph does not lead from here to there.
+        # In a tuple: the graph does not lead through it.
         [ctx.saved], ctx.code, ctx.parameters = saved, forward, parameters
         ctx.autocast = autocast_as_now(given.device.type, caches=False)
         found: Tensor | None = None
@@ -150,8 +149,8 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        # What is saved is read through the hooks that were there, which may compute it again. The
-        # node of the graph outlives its backward, and would hold it.
+        # Read through the hooks of the forward, which may recompute it. The graph's node outlives
+        # its backward, and would hold it.
         saved, ctx.saved = ctx.saved, None
         if saved is None:
             raise RuntimeError(
@@ -189,7 +188,7 @@ class _Tiles(torch.autograd.Function):
 
 
 class _MixesError(Exception):
-    """An operator that mixes tokens, or of which we do not know that it does not."""
+    """An operator that mixes tokens, or is unknown."""
 
 
 _SAME_ORDER = frozenset(("view", "_unsafe_view", "alias", "detach", "clone", "_to_copy"))
@@ -197,13 +196,13 @@ _SUMS = frozenset(("mean", "sum", "amax", "_softmax"))
 
 
 class _Watching(TorchDispatchMode):
-    """Follows tokens [batch, length, features] through operators; raises where they could mix."""
+    """Follows tokens [batch, length, features] through operators; raises if they could mix."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         batch, length, _ = tokens.shape
         self._leading = ((batch, length), (batch * length,))
-        self.made: dict[int, Tensor] = {id(tokens): tokens}  # of the tokens
+        self.made: dict[int, Tensor] = {id(tokens): tokens}  # from the tokens
 
     def __torch_dispatch__(
         self,
@@ -213,7 +212,7 @@ class _Watching(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # where a tensor is
+        if func.namespace == "prim":  # a tensor's device
             return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
             raise _MixesError

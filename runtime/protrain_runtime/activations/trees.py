@@ -1,8 +1,8 @@
-"""Tensors in what modules take and give: containers, and objects that hold tensors.
+"""Tensors in arguments and results of modules: in containers and in objects.
 
-A tree is what PyTorch's pytrees know (tuples, lists, dicts, model outputs), and besides them sets,
-containers of the user's classes, and objects with attributes: dataclasses, caches, contexts.
-Modules, functions and classes are no part of a tree.
+A tree is anything that PyTorch's pytrees know (tuples, lists, dicts, model outputs), and also sets,
+containers of user classes, and objects with attributes: dataclasses, caches, contexts. Modules,
+functions and classes are not part of a tree.
 """
 
 import copy
@@ -37,18 +37,18 @@ _NO_TREES = (
 _LEAVES = (torch.Tensor, *_NO_TREES)
 
 PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-"""The types of tensors that hold their values themselves, and of those that stand for such."""
+"""Types of tensors that hold their values, and of their fakes."""
 
 Rebuild = Callable[[Sequence[torch.Tensor]], Any]
-"""Makes a tree anew, of other tensors in the same order."""
+"""Rebuilds a tree from other tensors in the same order."""
 
 
 def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, defaults included.
+    """The arguments of a call by name, with defaults.
 
-    Names are those of an operator's schema, or of a function's signature. A function that PyTorch
-    has in C++ has those of its ATen operator; what Python calls `input` may be `self` there.
-    TypeError where the call has more arguments than there are names.
+    Names are those of an operator's schema, or of a function's signature. A C++ function of PyTorch
+    has its ATen operator's; Python's `input` may be `self` there. TypeError if the call has more
+    arguments than names.
     """
     names, defaults = _parameters(func)
     if len(args) > len(names):
@@ -61,13 +61,13 @@ def named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
 
 @cache
 def _parameters(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names of a function's arguments, in order, and the defaults of those that have one."""
+    """A function's argument names in order, and the defaults."""
     schema = getattr(func, "_schema", None)
     if schema is None and isinstance(func, FunctionType):
         found = inspect.signature(func).parameters
         empty = inspect.Parameter.empty
         return tuple(found), {n: p.default for n, p in found.items() if p.default is not empty}
-    if schema is None:  # in C++: without a signature
+    if schema is None:  # in C++: no signature
         packet = getattr(torch.ops.aten, func.__name__)
         schema = getattr(packet, packet.overloads()[0])._schema
     names = tuple(argument.name for argument in schema.arguments)
@@ -89,19 +89,19 @@ def written_arguments(
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
-    """All tensors in a tree, in order, one as often as it stands there."""
+    """All tensors in a tree, in order, with repetitions."""
     return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def leaves_in(tree: object) -> list[object]:
-    """Everything in a tree that holds nothing itself, in order."""
+    """All leaves of a tree, in order."""
     found: list[object] = []
     _collect(tree, found, set())
     return found
 
 
 def is_value(leaf: object) -> bool:
-    """Whether a leaf is a plain value: two that are equal are the same."""
+    """Whether a leaf is a plain value, identified by equality."""
     return isinstance(leaf, _VALUES)
 
 
@@ -109,7 +109,7 @@ def _collect(tree: object, found: list[object], seen: set[int]) -> None:
     if isinstance(tree, _LEAVES):
         found.append(tree)
         return
-    # Most trees are arguments of an operator: PyTorch's own walk takes several times as long.
+    # Most trees are an operator's arguments: PyTorch's own walk takes several times as long.
     if type(tree) is tuple or type(tree) is list:
         for inside in tree:
             _collect(inside, found, seen)
@@ -131,20 +131,20 @@ def _collect(tree: object, found: list[object], seen: set[int]) -> None:
 
 
 _Put = Callable[[Any, Any], object]
-"""Puts a value into an object, where a part of another one stands."""
+"""Puts a value into an object, in place of another's part."""
 _ADDS: tuple[tuple[Any, _Put | None], ...] = (
     (list, list.append),
     (set, set.add),
     (tuple, None),
     (frozenset, None),
 )
-"""Functions that add an item, past code of a user's own class; None: an item cannot be added."""
+"""Functions that add an item, bypassing user classes; None: not possible."""
 
 
 def _parts(thing: object) -> Iterator[tuple[_Put | None, Any]]:
-    """Yield the parts of an object that is no pytree, each with what puts another in its place."""
+    """The parts of a non-pytree object, each with its setter."""
     if isinstance(thing, dict):
-        base = _builtin(type(thing))  # an OrderedDict has an order of its own
+        base = _builtin(type(thing))  # an OrderedDict has its own order
         for key, value in base.items(thing):
             yield partial(_set_item, base, key), value
     for base, add in _ADDS:
@@ -155,21 +155,21 @@ def _parts(thing: object) -> Iterator[tuple[_Put | None, Any]]:
     for kind in type(thing).__mro__:
         for name, slot in kind.__dict__.items():
             if isinstance(slot, MemberDescriptorType) and name not in _NO_SLOTS:
-                with suppress(AttributeError):  # it has no value
+                with suppress(AttributeError):  # without a value
                     yield slot.__set__, slot.__get__(thing)
 
 
 _NO_SLOTS = ("__dict__", "__weakref__", "__callback__")
-"""Slots that are no part: the last is a weak reference's."""
+"""Slots that are not parts: the last is a weak reference's."""
 
 
 def _builtin(kind: type) -> Any:
-    """The first class among those of `kind` that is not written in Python."""
+    """The first base class of `kind` that is not written in Python."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _WRITTEN_IN_PYTHON)
 
 
 _WRITTEN_IN_PYTHON = 1 << 9
-"""`Py_TPFLAGS_HEAPTYPE`: made as Python runs, also by an extension."""
+"""`Py_TPFLAGS_HEAPTYPE`: created at run time, also by an extension."""
 
 
 def _set_item(base: Any, key: object, thing: Any, value: object) -> None:
@@ -177,18 +177,18 @@ def _set_item(base: Any, key: object, thing: Any, value: object) -> None:
 
 
 def _set_attribute(name: str, thing: Any, value: object) -> None:
-    thing.__dict__[name] = value  # also where the class is frozen
+    thing.__dict__[name] = value  # works for frozen classes, too
 
 
 def taken_apart(tree: object) -> tuple[list[torch.Tensor], Rebuild]:
-    """Return the tensors in a tree, and what makes a tree anew that shares no container with it."""
+    """The tensors in a tree, and a function that rebuilds it with new containers."""
     found: list[torch.Tensor] = []
     rebuild = _apart(tree, found, {})
     return found, lambda tensors: rebuild(tensors, {})
 
 
 _Made = dict[int, Any]
-"""Objects that were made already, by the identities of the first ones."""
+"""Objects already rebuilt, by the originals' identities."""
 _Rebuild = Callable[[Sequence[torch.Tensor], _Made], Any]
 
 
@@ -212,19 +212,19 @@ def _leaf_apart(leaf: Any, found: list[torch.Tensor], known: dict[int, _Rebuild]
         return lambda *_: leaf
     identity = id(leaf)
     if identity not in known:
-        known[identity] = lambda _, made: made[identity]  # met again: it is one object
+        known[identity] = lambda _, made: made[identity]  # met again: the same object
         return _object_apart(leaf, found, known)
     return known[identity]
 
 
 def _object_apart(thing: Any, found: list[torch.Tensor], known: dict[int, _Rebuild]) -> _Rebuild:
-    """Take an object apart, past what its class does to copy, pickle or set attributes."""
+    """Take an object apart, bypassing its class's copy, pickle and attribute code."""
     identity, kind = id(thing), type(thing)
     parts = [(put, _apart(inside, found, known)) for put, inside in _parts(thing)]
     base = _builtin(kind)
     empty: Callable[..., Any] = partial(base.__new__, kind)
     if base not in (object, dict, OrderedDict, defaultdict, *(base for base, _ in _ADDS)):
-        hollow = copy.copy(thing)  # of an extension: it knows what else there is
+        hollow = copy.copy(thing)  # of an extension: only it knows its other parts
         for put, _ in parts:
             assert put is not None
             put(hollow, None)

@@ -1,10 +1,10 @@
-"""Forwards that run twice: now, and again when backward first asks for what they had saved.
+"""Forwards that run twice: now, and again when backward first asks for saved tensors.
 
-As with `torch.utils.checkpoint`, of what autograd saves a place is kept, and the second run fills
-all places and ends with the last of them. Random states, autocast and the default device are those
-of the first run. A model's own checkpoints inside are PyTorch's. PyTorch's costs the interpreter
-four times as much (docs/decisions/seconds.md): it keeps account of graphs that are backwarded
-several times, in part, or within the forward, which a plan refuses.
+As in `torch.utils.checkpoint`, autograd's saved tensors become places; the second run fills them
+and ends with the last one. It has the first run's random states, autocast and default device. A
+model's own checkpoints inside are PyTorch's. PyTorch's version costs the interpreter four times as
+much (docs/decisions/seconds.md): it supports graphs with several or partial backwards, or a
+backward within the forward, which a plan refuses.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def run_twice(
     *inputs: torch.Tensor,
     contexts: tuple[Context, Context] | None = None,
 ) -> Any:
-    """`call(*inputs)`, and again in backward, inside the first of the contexts and the second."""
+    """`call(*inputs)`, now in the first of the contexts, and again in backward in the second."""
     first, again = contexts or (nullcontext(), nullcontext())
     run = _Run(call, inputs, again)
     with saved_tensors_hooks(run.pack, _unpack), first:
@@ -35,12 +35,12 @@ def run_twice(
 
 
 def as_now(*inputs: torch.Tensor) -> Callable[[], Context]:
-    """Make contexts for second runs on such inputs, with random states and autocast as now."""
+    """Make contexts for second runs on such inputs, with the present random states and autocast."""
     return _Run(lambda *_: None, inputs, nullcontext())._as_then
 
 
 class Saved(torch.autograd.Function):
-    """Saves tensors through the hooks that are active. `anchor` makes autograd record a graph."""
+    """Saves tensors through the active hooks. `anchor` makes autograd record a graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -63,13 +63,13 @@ def _unpack(slot: Any) -> torch.Tensor:
     while value is None:  # another model's backward, in another thread, may end runs meanwhile
         slot.run.again()
         value = slot.value
-    slot.value = None  # autograd asks once, mostly
+    slot.value = None  # autograd mostly asks once
     slot.run.unasked -= 1
     return value
 
 
 def end_runs() -> None:
-    """Free what second runs have saved, and no backward has asked for: that of a unit is over."""
+    """Free unread results of second runs: a unit's backward is over."""
     while RAN:
         run = RAN.pop()()
         if run is not None and run.unasked:
@@ -78,7 +78,7 @@ def end_runs() -> None:
                     slot.value = None
 
 
-class _Full(BaseException):  # no error: a block may catch those
+class _Full(BaseException):  # not an Exception: a block may catch those
     """All places are filled."""
 
 
@@ -86,13 +86,13 @@ _Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class _Run:
-    """One forward, with what its second run needs."""
+    """One forward, with the inputs of its second run."""
 
     def __init__(
         self, call: Callable[..., object], inputs: tuple[torch.Tensor, ...], context: Context
     ) -> None:
         self._call, self._context = call, context
-        self.unasked = 0  # places that are filled
+        self.unasked = 0  # filled places
         self.slots: list[tuple[ref[_Slot], _Kind]] = []
         # Inference tensors cannot be saved, and are never written to.
         self._inputs = [each if each.is_inference() else None for each in inputs]
@@ -113,10 +113,10 @@ class _Run:
         return slot
 
     def again(self) -> None:
-        """Fill the places that autograd still has."""
+        """Fill the places that autograd still holds."""
         RAN.append(ref(self))
         saved = iter(self._saved.grad_fn.saved_tensors)
-        # Copies, whose hooks and gradients are their own.
+        # Copies, with their own hooks and gradients.
         inputs = [next(saved) if each is None else each for each in self._inputs]
         inputs = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
         places = iter(self.slots)
@@ -151,7 +151,7 @@ class _Run:
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
-        """Have random states, autocast and the default device of the first run inside."""
+        """Restore the first run's random states, autocast and default device inside."""
         now = torch.get_rng_state()
         states = [(where, devices.random_state(where)) for where, _ in self._states]
         with ExitStack() as stack:
@@ -173,11 +173,11 @@ class _Run:
 
 
 RAN: list[ref[_Run]] = []
-"""Runs that backward has asked for again in this unit."""
+"""Runs that this unit's backward has rerun."""
 
 
 def _casts(kinds: Any) -> list[tuple[str, bool, torch.dtype, bool]]:
-    """The states of autocast by type of device, in order."""
+    """Autocast states by device type, in order."""
     caches = torch.is_autocast_cache_enabled()
     return [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), caches)

@@ -1,1 +1,1 @@
-"""Saving and loading. In: a planned or plain model. Out: folders that are whole at every moment."""
+"""Saving and loading. In: a planned or plain model. Out: folders, complete at every moment."""

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint: where their elements lie in its files, and how they reach a model.
+"""Tensors of a checkpoint: their elements' places in its files, and their way to a model.
 
-A part is a range of a tensor's elements. One device writes whole tensors, each of several ranks the
-ranges that it has, and any other reads what it needs of them. Elements are in row-major order, but
-for parameters that ranks share and that lie in another order in their stores.
+A part is a range of a tensor's elements. One device writes whole tensors, each rank of several its
+ranges, and any number of ranks reads what it needs. Elements are row-major, except for sharded
+parameters that are stored in another order.
 """
 
 import os
@@ -33,7 +33,7 @@ from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import memory_of
 from protrain_runtime.states.values import Fill, Held, Value, order_of, part_of
 
-_MAX_DIMENSIONS = 64  # PyTorch's operators take no more
+_MAX_DIMENSIONS = 64  # PyTorch's limit
 _MAX_NUMBER = 2**60  # of elements and of bytes
 
 Number = Annotated[int, Meta(ge=0, le=_MAX_NUMBER)]
@@ -41,7 +41,7 @@ Sizes = Annotated[list[Number], Meta(max_length=_MAX_DIMENSIONS)]
 
 
 class PartRow(msgspec.Struct, frozen=True):
-    """A part of a tensor in a file: its first element, and the dimensions of the tensor."""
+    """A part of a tensor in a file: its first element, and the whole tensor's dimensions."""
 
     first: Number
     shape: Sizes
@@ -49,7 +49,7 @@ class PartRow(msgspec.Struct, frozen=True):
 
 
 class FileRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of a checkpoint: its bytes, the CRC-32 of its header and of all of it, its parts."""
+    """A file of a checkpoint: bytes, CRC-32 of its header and of the file, parts."""
 
     num_bytes: Number
     header: Number
@@ -62,12 +62,12 @@ class _Listed(msgspec.Struct, frozen=True):
 
     dtype: str
     shape: Sizes
-    data_offsets: tuple[Number, Number]  # behind the header
+    data_offsets: tuple[Number, Number]  # after the header
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """Elements of a tensor that follow each other, in a file; ordered as they lie there."""
+    """Consecutive elements of a tensor in a file; ordered by place."""
 
     path: Path
     start: int  # bytes from the start of the file
@@ -82,22 +82,19 @@ class Entry:
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    order: tuple[int, ...]  # its dimensions, from the outermost on
+    order: tuple[int, ...]  # its dimensions, outermost first
     parts: tuple[Part, ...]
 
 
 def entries_in(path: Path, file: BinaryIO, row: FileRow | None) -> list[Entry]:
-    """Tensors of a safetensors file, or their parts, which follow each other up to its end.
-
-    ProtrainError where it is none, or another one than its row says.
-    """
+    """Tensors of a safetensors file, or parts, contiguous; ProtrainError if not as in its row."""
     size, length = os.fstat(file.fileno()).st_size, file.read(8)
     if row is not None and size != row.num_bytes:
         problem = "is cut off" if size < row.num_bytes else "extends past its end"
         problem = f"the file {problem}: it has {size} bytes instead of {row.num_bytes}"
         raise damaged(path, problem)
     num_bytes = int.from_bytes(length, "little")
-    text = file.read(min(num_bytes, size, MAX_JSON_BYTES))  # a read takes room for what it asks
+    text = file.read(min(num_bytes, size, MAX_JSON_BYTES))  # a read allocates its full size
     if row is not None and zlib.crc32(length + text) != row.header:
         raise damaged(path, "the header is damaged")
     begin = end = len(length + text)
@@ -127,14 +124,14 @@ def entries_in(path: Path, file: BinaryIO, row: FileRow | None) -> list[Entry]:
 
 
 def _shape(sizes: Sequence[int]) -> torch.Size:
-    """A shape that PyTorch can count with; ValueError for others."""
-    if prod(max(size, 1) for size in sizes) > _MAX_NUMBER:  # its strides are products
+    """A shape within PyTorch's range; ValueError for others."""
+    if prod(max(size, 1) for size in sizes) > _MAX_NUMBER:  # strides are products
         raise ValueError("a tensor has too many elements")
     return torch.Size(sizes)
 
 
 def joined(pieces: Sequence[Entry]) -> Entry:
-    """The tensor of which each piece has a part; ValueError where these do not make it up."""
+    """The tensor of these parts; ValueError if they do not make it up."""
     first = pieces[0]
     what = f"{shown(first.name)} has"
     parts = sorted(chain.from_iterable(piece.parts for piece in pieces), key=lambda p: p.first)
@@ -152,10 +149,7 @@ def joined(pieces: Sequence[Entry]) -> Entry:
 
 
 def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None) -> None:
-    """Read entries into values, and note in `sums` what was read of the files.
-
-    Of another dtype than its entry's a value gets the numbers cast.
-    """
+    """Read entries into values, cast to each value's dtype, and note the ranges read in `sums`."""
     for entry, value in sorted(targets, key=lambda target: target[0].parts[0]):
         order, (first, count) = order_of(value), part_of(value)
         if entry.order == order:
@@ -174,7 +168,7 @@ def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None
 
 
 def _cast(fill: Fill, entry: Entry, value: Value, target: torch.Tensor) -> None:
-    """Fill a buffer with numbers of the value's dtype, made of the entry's."""
+    """Fill a buffer with the entry's numbers, cast to the value's dtype."""
     for numbers in target.view(value.dtype).split(SAVING_BYTES // entry.dtype.itemsize):
         read = torch.empty(numbers.numel(), dtype=entry.dtype)
         fill(read.view(torch.uint8))
@@ -182,7 +176,7 @@ def _cast(fill: Fill, entry: Entry, value: Value, target: torch.Tensor) -> None:
 
 
 def _from(flat: torch.Tensor) -> Fill:
-    """Fills one buffer after the other with these bytes."""
+    """Fills buffers in turn from these bytes."""
     done = 0
 
     def fill(target: torch.Tensor) -> None:
@@ -194,7 +188,7 @@ def _from(flat: torch.Tensor) -> Fill:
 
 
 def _reader(entry: Entry, first: int, count: int, sums: Sums | None) -> Fill:
-    """Fills buffers with the bytes of a tensor's elements first:first + count, part after part."""
+    """Fills buffers with a tensor's elements first:first + count, part by part."""
     left: deque[tuple[Path, int, int]] = deque()  # bytes of files: from, to
     size = entry.dtype.itemsize
     for part in entry.parts:

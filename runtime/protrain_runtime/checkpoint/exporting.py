@@ -1,10 +1,10 @@
-"""A checkpoint as `torch.distributed.checkpoint` writes one, for tools that read only that.
+"""A checkpoint in the format of `torch.distributed.checkpoint`, for tools that read only that.
 
     python -m protrain_runtime.checkpoint.exporting SAVED TARGET
 
-The names are `model.NAME` of parameters and buffers, and `optimizer.state.NAME.KEY` of the states.
+Names are `model.NAME` of parameters and buffers, and `optimizer.state.NAME.KEY` of states.
 `torch.distributed.checkpoint.load` reads them into a state dict, and its `format_utils` make one
-file of them. Reading them unpickles a list: read what you exported yourself.
+file. Reading unpickles a list: read only your own exports.
 """
 
 import sys
@@ -23,7 +23,7 @@ from protrain_runtime.states.values import Held
 
 
 class _Planner(DefaultSavePlanner):
-    """Reads a tensor when it is to be written, and no earlier."""
+    """Reads a tensor only when it is written."""
 
     def __init__(self, entries: dict[str, Entry]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -37,7 +37,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def export(directory: Path | str, target: Path | str) -> None:
-    """Write the tensors of a whole checkpoint to `target`; ProtrainError for a damaged one."""
+    """Write a checkpoint's tensors to `target`; ProtrainError for a damaged one."""
     saved = Saved(Path(directory))
     entries = {f"model.{name}": entry for name, entry in saved.entries("model").items()}
     for name, entry in saved.entries("optimizer").items():

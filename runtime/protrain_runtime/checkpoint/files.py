@@ -1,12 +1,12 @@
-"""Files of a checkpoint: safetensors, written piece by piece and compared with their checksums.
+"""Files of a checkpoint: safetensors, written piece by piece, verified by checksums.
 
-The sums are CRC-32, as `zlib` computes it. They find damage: any change within 32 bits that follow
-each other, and any other with a chance of one in 2**32 to miss it. They are no protection against
-people, who can change the sums as well.
+The sums are CRC-32, as in `zlib`. They find damage: any change within 32 consecutive bits, and any
+other except with a chance of one in 2**32. They do not protect against people, who can change the
+sums as well.
 
-A safetensors file has eight bytes that say how long its header is (little-endian); the header, in
-JSON, with each tensor's dtype, shape and range of bytes; and the bytes, row-major and without gaps.
-The package of that name wants all tensors of a file in memory to write it, and is not needed here.
+A safetensors file has eight bytes with its header's length (little-endian); the header, in JSON,
+with each tensor's dtype, shape and range of bytes; and the bytes, row-major and without gaps. The
+package of that name needs all tensors of a file in memory to write it, and is not used here.
 """
 
 import json
@@ -47,12 +47,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtypes that safetensors have, and that we use."""
+"""The dtypes of safetensors that we use."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_JSON_BYTES = 2**28
 _MAX_JSON_NODES = 20_000_000  # of two million tensors
-_MAX_THREADS = 4  # reading and summing go on beside each other; more only compete for the disk
+_MAX_THREADS = 4  # reading and summing overlap; more threads only compete for the disk
 _BUFFER_BYTES = SAVING_BYTES // _MAX_THREADS
 _MAX_SHOWN = 200  # characters of a name
 
@@ -62,11 +62,11 @@ T = TypeVar("T")
 def header_of(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
 ) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file of tensors, and where each of them starts, in the file's order."""
+    """The header of a file of tensors, and each tensor's start, in file order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     position = 0
-    # Wide elements first: readers that map the file want each tensor aligned to its elements.
+    # Wide elements first: readers that map the file need aligned tensors.
     for name in sorted(tensors, key=lambda name: -tensors[name][0].itemsize):
         dtype, shape = tensors[name]
         if dtype not in NAMES:
@@ -81,16 +81,13 @@ def header_of(
 
 
 def write_values(path: Path, values: Iterable[tuple[int, Source]], checksum: int = 0) -> int:
-    """Write values to a file that there is, each from a byte on, and all of it to the disk.
-
-    Returns the CRC-32 of what was written, behind bytes that have the given one.
-    """
+    """Write values at their offsets and flush to disk; returns the CRC-32, after `checksum`."""
     with path.open("r+b") as file:
 
         def write(piece: torch.Tensor) -> None:
             nonlocal checksum
             data = memory_of(piece)
-            for start in range(0, len(data), _BUFFER_BYTES):  # written while caches have it
+            for start in range(0, len(data), _BUFFER_BYTES):  # written while cached
                 part = data[start : start + _BUFFER_BYTES]
                 checksum = zlib.crc32(part, checksum)
                 file.write(part)
@@ -104,7 +101,7 @@ def write_values(path: Path, values: Iterable[tuple[int, Source]], checksum: int
 
 
 def damaged(path: Path, problem: str) -> ProtrainError:
-    """A file of a checkpoint that cannot be used."""
+    """The error for an unusable file of a checkpoint."""
     return ProtrainError(problem, source=str(path), fix="load another checkpoint")
 
 
@@ -116,11 +113,11 @@ def shown(name: str) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; ProtrainError where there is none."""
+    """Open a regular file for reading; ProtrainError if there is none."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise damaged(path, "not a regular file")
-        # A pipe that took the file's place meanwhile must not block.
+        # A pipe that replaced the file meanwhile must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             yield file
@@ -130,7 +127,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def parsed(text: bytes, kind: type[T]) -> T:
-    """JSON as a type; ValueError where it is none, or so much that it would fill the memory."""
+    """JSON as a type; ValueError if it is not JSON, or would fill the memory."""
     if sum(map(text.count, (b",", b"[", b"{", b":"))) > _MAX_JSON_NODES:
         raise ValueError(f"it has more than {_MAX_JSON_NODES} keys and values")
     try:
@@ -140,17 +137,17 @@ def parsed(text: bytes, kind: type[T]) -> T:
 
 
 Ranges = dict[str, list[tuple[int, int, int]]]
-"""Ranges of files, by name: their first byte, the one behind their last, and their CRC-32."""
+"""Ranges of files, by name: first byte, past, CRC-32."""
 
 
 class Sums:
-    """The CRC-32 of what was read of `files`, which have such sums."""
+    """The CRC-32 of ranges read from `files`."""
 
     def __init__(self, files: Iterable[str]) -> None:
         self.ranges: Ranges = {file: [] for file in files}
 
     def add(self, file: str, start: int, data: memoryview) -> None:
-        """Note bytes of a file; those behind the last ones are of the same range."""
+        """Add bytes of a file; contiguous ones extend the last range."""
         if file not in self.ranges:
             return
         ranges, begin, checksum = self.ranges[file], start, 0
@@ -160,22 +157,22 @@ class Sums:
 
 
 def verify(checksums: Mapping[Path, int], read: Sequence[Ranges] = ()) -> None:
-    """Compare files, several at a time, with their checksums; ProtrainError for another one.
+    """Verify files, several at a time; ProtrainError for a wrong checksum.
 
-    Of ranges that have been `read` the sums are taken, the rest is read here. All threads together
-    take SAVING_BYTES of buffers. Where the process's data are limited there is one thread: the
-    stacks of others would count.
+    Sums of `read` ranges are reused, the rest is read here. All threads together take SAVING_BYTES
+    of buffers. If the process's data are limited there is one thread: the stacks of others would
+    count.
     """
 
     def check(path: Path) -> None:
-        """Make the file's sum of ranges and what lies between them."""
+        """Sum a file's ranges and the gaps between them."""
         known = [one for ranges in read for one in ranges.get(path.name, ())]
         buffer = memoryview(bytearray(_BUFFER_BYTES))
         checksum = end = 0
         with opened(path) as file:
             size = os.fstat(file.fileno()).st_size
             for start, past, range_sum in [*sorted(known), (size, size, 0)]:
-                if start < end:  # ranks have read the same, or it is another part of that
+                if start < end:  # ranks may have read the same or overlapping ranges
                     continue
                 file.seek(end)
                 while end < start and (count := file.readinto(buffer[: start - end])):  # type: ignore[attr-defined]
@@ -190,7 +187,7 @@ def verify(checksums: Mapping[Path, int], read: Sequence[Ranges] = ()) -> None:
             check(path)
         return
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
-        list(pool.map(check, checksums))  # raises what the first file that differs did
+        list(pool.map(check, checksums))  # raises the first failing file's error
 
 
 def joined_sums(first: int, second: int, num_bytes: int) -> int:

@@ -1,16 +1,15 @@
-"""A checkpoint on the disk: a directory that is whole at every moment.
+"""A checkpoint on disk: a directory that is complete at every moment.
 
-    DIR/model.safetensors.index.json       what lies where: see `index`
+    DIR/model.safetensors.index.json       the places of tensors: see `index`
     DIR/protrain-save-3/model-00001-of-00002.safetensors      parameters and buffers
     DIR/protrain-save-3/optimizer-00001-of-00004.safetensors  NAME.KEY: a state of a parameter
-    DIR/protrain-save-3/training-00001-of-00001.safetensors   tensors of what else there is
-    DIR/protrain-save-3/rank-1-model-...                      of several ranks: what rank 1 has
+    DIR/protrain-save-3/training-00001-of-00001.safetensors   other tensors
+    DIR/protrain-save-3/rank-1-model-...                      of several ranks: rank 1's part
 
-[Note: one index] A save writes a folder of its own and then replaces the index, in one step: that
-makes it the checkpoint. Until then the index names the folder before, which is removed after. A
-writer that is killed leaves a folder that no index names; the next writer removes it. A directory
-cannot be replaced by another in one step everywhere, and may hold files of the user, such as
-`config.json`.
+[Note: one index] A save writes its own folder and then atomically replaces the index, which makes
+it the checkpoint. Until then the index names the previous folder, which is removed after. A killed
+writer leaves a folder without an index; the next writer removes it. A directory cannot be replaced
+atomically everywhere, and may hold the user's files, such as `config.json`.
 """
 
 import fcntl
@@ -30,32 +29,32 @@ ELSEWHERE = "save to another directory"
 
 
 def check_writable(directory: Path) -> None:
-    """Make the directory, and refuse now what a save would refuse after hours of training."""
+    """Make the directory, and fail now on whatever a save would fail on after hours of training."""
     with next_save(directory) as folder:
         shutil.rmtree(folder)
 
 
 @contextmanager
 def next_save(directory: Path) -> Iterator[Path]:
-    """Make a new folder for a save, gone again if the block fails; ProtrainError if in use.
+    """Make a save's new folder, removed if the block fails; ProtrainError if in use.
 
-    Those that no index names go. See [Note: one index].
+    Removes folders that no index names. See [Note: one index].
     """
     with locked(directory):
         current = _current(directory)
         for folder in _folders(directory):
             if folder.name != current:
                 shutil.rmtree(folder)
-        for path in directory.glob(f".{INDEX}.*.tmp"):  # of an index whose writer was killed
+        for path in directory.glob(f".{INDEX}.*.tmp"):  # of a killed writer's index
             path.unlink()
-        # A number may be taken by what is not ours, such as a link, or by a folder that is gone.
+        # Other things, such as a link, may have a number, or a folder that is gone.
         names = [current or "", *(path.name for path in directory.iterdir())]
         taken = [int(match[1]) for match in map(FOLDER.fullmatch, names) if match]
         folder = directory / f"protrain-save-{max(taken, default=0) + 1}"
         folder.mkdir()
         try:
             yield folder
-        except BaseException:  # an interruption too
+        except BaseException:  # interruptions, too
             if _current(directory) != folder.name:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -63,12 +62,12 @@ def next_save(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make a directory that no other process writes to; ProtrainError where it cannot be."""
+    """Make a directory and lock it against other processes; ProtrainError if impossible."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # Only one process saves here; the system unlocks it however that one ends.
+            # One process saves here at a time; the system unlocks it however that one ends.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         finally:
@@ -86,10 +85,10 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def commit(folder: Path, content: Mapping[str, Any]) -> None:
-    """Make a whole folder its directory's checkpoint by an index; others go."""
+    """Make a complete folder its directory's checkpoint by an index; remove others."""
     directory = folder.parent
     sync(folder)
-    sync(directory)  # the folder's name before the index that names it
+    sync(directory)  # the folder's name before its index
     replace_text(directory / INDEX, seal(content).decode())
     sync(directory)
     for old in _folders(directory):
@@ -98,7 +97,7 @@ def commit(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def _current(directory: Path) -> str | None:
-    """The folder that the index names; ProtrainError where the checkpoint is not ours."""
+    """The folder that the index names; ProtrainError for a foreign checkpoint."""
     index = found_index(directory)
     if index is None:
         return None
@@ -117,7 +116,7 @@ def _current(directory: Path) -> str | None:
 
 
 def _folders(directory: Path) -> list[Path]:
-    """List what saves have left, whole or not. A link is none of it: it leads elsewhere."""
+    """Folders of saves, complete or not; not links, which lead elsewhere."""
     with os.scandir(directory) as entries:
         return [
             directory / entry.name
@@ -127,7 +126,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def sync(directory: Path) -> None:
-    """Make names in a directory survive a crash of the machine."""
+    """Make a directory's names survive a machine crash."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

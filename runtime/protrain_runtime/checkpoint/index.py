@@ -1,4 +1,4 @@
-"""The index of a checkpoint, which makes the files of a folder one, and what it says.
+"""The index of a checkpoint, which joins a folder's files.
 
     {"protrain_checksum": "5f0c2a11",   the CRC-32 of all that follows
      "metadata": {"total_size": 96, "protrain_format": 4},
@@ -6,15 +6,14 @@
      "protrain": {
          "folder": "protrain-save-3",   all other files are there
          "files": {FILE: {"num_bytes": 864, "header": CRC, "checksum": CRC}, ...},
-         "training": {...}}}            all that is no tensor: see `training`
+         "training": {...}}}            everything but tensors: see `training`
 
-Each file says in its header what tensors it has, as any safetensors file does. Where that is a part
-of a tensor, {"parts": {NAME: {"first": 12, "shape": [4, 6], "order": [0, 1]}}} stands beside the
-file's checksums: at which element it begins, and the whole tensor's dimensions. The metadata and
-the map of weights are Hugging Face's index: its readers can follow it where parts are whole
-tensors. What a file says is compared with what it may be before it is used: parts cover their
-tensor, and tensors their file, no name leads out of the directory, and nothing takes memory that
-the files do not fill.
+Each file's header lists its tensors, as in any safetensors file. For a part of a tensor, {"parts":
+{NAME: {"first": 12, "shape": [4, 6], "order": [0, 1]}}} follows the file's checksums: its first
+element, and the whole tensor's dimensions. The metadata and the map of weights are Hugging Face's
+index, for its readers if parts are whole tensors. Contents are validated before use: parts cover
+their tensor, and tensors their file, no name leads out of the directory, and nothing takes memory
+that the files do not fill.
 """
 
 import json
@@ -46,13 +45,13 @@ from protrain_runtime.ranks.group import Ranks
 INDEX = "model.safetensors.index.json"
 FOLDER = re.compile(r"protrain-save-([0-9]+)")
 FORMAT = 4
-SINGLE_FILE = "model.safetensors"  # readers of Hugging Face's layout take it before any index
+SINGLE_FILE = "model.safetensors"  # readers of Hugging Face's layout prefer it to an index
 _FILE = re.compile(r"((?:rank-[0-9]+-)?(model|optimizer|training))-[0-9]+-of-([0-9]+)\.safetensors")
 _SEAL = b'{"protrain_checksum": "%08x", '
 
 
 class _Own(msgspec.Struct, frozen=True):
-    """The part of an index that is ours."""
+    """Our part of an index."""
 
     folder: Annotated[str, Meta(pattern=rf"^{FOLDER.pattern}\Z")]
     files: dict[Annotated[str, Meta(pattern=rf"^{_FILE.pattern}\Z")], FileRow]
@@ -60,7 +59,7 @@ class _Own(msgspec.Struct, frozen=True):
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """An index in Hugging Face's layout, and what stands besides in one of ours."""
+    """An index in Hugging Face's layout, with our additions."""
 
     weight_map: dict[str, str]
     metadata: dict[str, Any] = {}
@@ -69,13 +68,13 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """The text of an index of ours, which begins with the checksum of the rest."""
+    """The text of our index, beginning with the checksum of the rest."""
     text = json.dumps(content).encode()[1:]
     return _SEAL % zlib.crc32(text) + text
 
 
 def path_in(directory: Path, file: str, *, linked: bool = False) -> Path:
-    """A file of a checkpoint, that may be `linked`; ProtrainError where it is elsewhere."""
+    """A file of a checkpoint, perhaps `linked`; ProtrainError if outside."""
     parts = file.split("/")
     if not all(parts) or not {".", ".."}.isdisjoint(parts) or "\0" in file:
         problem = f"{shown(file)} does not lie in the directory of the checkpoint"
@@ -84,7 +83,7 @@ def path_in(directory: Path, file: str, *, linked: bool = False) -> Path:
     try:
         end = (path.parent if linked else path).resolve()
         inside = end.is_relative_to(directory.resolve())
-    except (OSError, RuntimeError, ValueError):  # links in a circle; no text, no name of a file
+    except (OSError, RuntimeError, ValueError):  # circular links; not a valid file name
         inside = False
     if not inside:
         raise ProtrainError(
@@ -96,12 +95,12 @@ def path_in(directory: Path, file: str, *, linked: bool = False) -> Path:
 
 
 def found_index(directory: Path) -> Path | None:
-    """Find the file that makes a directory a checkpoint, of ours or in Hugging Face's layout."""
+    """The index of a directory, ours or in Hugging Face's layout; None without a checkpoint."""
     for name in (SINGLE_FILE, INDEX):
         try:
             if (directory / name).exists():
                 return directory / name
-        except (OSError, ValueError):  # one may not look, or the name has a zero byte
+        except (OSError, ValueError):  # no permission, or a zero byte in the name
             pass
     return None
 
@@ -123,8 +122,8 @@ class Saved:
             ) from None
         self.directory, self.index, self.folder = directory, index, ""
         self.training: dict[str, Any] = {}
-        self.rows: dict[str, FileRow] = {}  # of files of ours, by name
-        self.weight_map: dict[str, str] | None = None  # None where a single file has all
+        self.rows: dict[str, FileRow] = {}  # of our files, by name
+        self.weight_map: dict[str, str] | None = None  # None: a single file has all
         self._stamps: dict[Path, tuple[int, ...]] = {}  # of files without checksums
         if index.name == SINGLE_FILE:
             return
@@ -135,7 +134,7 @@ class Saved:
         except ValueError:
             raise damaged(index, "not an index of safetensors files") from None
         self.weight_map = found.weight_map
-        # Ours are marked in many places, so that a damaged one never passes as foreign.
+        # Ours have marks in many places: a damaged one never passes as foreign.
         signs = (*found.metadata, *found.weight_map.values())
         marked = any(sign.startswith(("protrain_", "protrain-save-")) for sign in signs)
         if marked or found.protrain or found.protrain_checksum:
@@ -164,7 +163,7 @@ class Saved:
         self.folder, self.rows, self.training = own.folder, own.files, own.training
 
     def entries(self, kind: str) -> dict[str, Entry]:
-        """The tensors of a kind: "model", "optimizer" or "training"; ProtrainError if lacking."""
+        """The tensors of a kind: "model", "optimizer" or "training"; ProtrainError if missing."""
         pieces: dict[str, list[Entry]] = {}
         for name, row in self._files(kind).items():
             path = path_in(self.directory, name, linked=row is None)
@@ -182,7 +181,7 @@ class Saved:
             raise damaged(self.index, f"the file is damaged: {error}") from None
 
     def _files(self, kind: str) -> dict[str, FileRow | None]:
-        """By name, the files of a kind, which for those of others is always the model's."""
+        """The files of a kind by name; in foreign checkpoints always the model's."""
         if self.folder:
             matches = filter(None, map(_FILE.fullmatch, sorted(self.rows)))
             own = [match[0] for match in matches if match[2] == kind]
@@ -195,10 +194,10 @@ class Saved:
     def verify(
         self, kinds: Iterable[str], ranks: Ranks | None = None, sums: Sums | None = None
     ) -> None:
-        """Compare files with their sums, some on each rank; ProtrainError on all for another one.
+        """Verify files, distributed over ranks; ProtrainError on all ranks for a wrong one.
 
-        Ranges that ranks have noted in their `sums` are not read again. Of a file without a sum it
-        is asked whether it is the one that was opened.
+        Ranges in the ranks' `sums` are not read again. A file without a sum must be the one that
+        was opened.
         """
         ranges = sums.ranges if sums is not None else {}
         read = meet(ranks, "comparing checksums", ranges) if ranks else [ranges]
@@ -214,6 +213,6 @@ class Saved:
 
 
 def _stamp(file: BinaryIO) -> tuple[int, ...]:
-    """A file's identity, its size and when it was written."""
+    """A file's identity, size and time of writing."""
     found = os.fstat(file.fileno())
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,4 +1,4 @@
-"""`load`: go on from a checkpoint, in place, under any plan or plainly, on any number of ranks."""
+"""`load`: continue from a checkpoint, in place, under any plan or none, on any number of ranks."""
 
 import random
 from collections.abc import Mapping, Set
@@ -33,27 +33,26 @@ from protrain_runtime.model.prepared import (
 from protrain_runtime.states.compositions import MARK, Composition, put_together, taken_apart
 from protrain_runtime.states.values import Held, Value, stored_states
 
-_NUM_NAMED = 3  # parameters that an error names
+_NUM_NAMED = 3  # parameters named in an error
 
 
 @guarded("load()", thread_guard_of)
 def load(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, directory: Path | str
 ) -> dict[str, Any]:
-    """Take over a checkpoint, in place; returns the `extra` that it was saved with.
+    """Load a checkpoint in place; returns the `extra` that it was saved with.
 
-    The model and its optimizer may follow the plan of the checkpoint, another one or none. With an
-    optimizer, training goes on where it was: states, groups' options and random states are those
-    of the checkpoint. A scheduler made before this takes its state from `extra`. Without an
-    optimizer only parameters and buffers are read, also those of other safetensors checkpoints in
-    Hugging Face's layout.
+    The model and its optimizer may follow the checkpoint's plan, another one or none. With an
+    optimizer, training continues: states, groups' options and random states are the checkpoint's.
+    An existing scheduler takes its state from `extra`. Without an optimizer only parameters and
+    buffers are read, also from other safetensors checkpoints in Hugging Face's layout.
 
-    Bytes go from the files to where they belong: SAVING_BYTES of memory besides. All that can be
-    checked is checked before anything changes: all files are read and compared with their
-    checksums, and compared again while they are loaded. No code of a checkpoint is run.
+    Bytes are read to their places with SAVING_BYTES of extra memory. Everything is checked before
+    any change: all files are read and compared with their checksums, and again while loading. No
+    code of a checkpoint runs.
 
-    ProtrainError where there is no checkpoint, where it is damaged, or of another model or
-    optimizer; RuntimeError between backward and step under plans that update in backward.
+    ProtrainError if the checkpoint is missing, damaged, or of another model or optimizer;
+    RuntimeError between backward and step under plans that update in backward.
     """
     with together(model, "load()"):
         directory = Path(directory)
@@ -68,7 +67,7 @@ def load(
             kinds.append("optimizer")
             resumed = _Resumed(model, optimizer, prepared, saved, training.optimizer)
             targets += resumed.targets
-            # One device's are for all; a rank that was not there has none.
+            # One device's are for all; a rank that did not save has none.
             states = training.random or []
             own_number = ranks.rank if ranks and len(states) != 1 else 0
             random_states = dict(enumerate(states)).get(own_number)
@@ -78,7 +77,7 @@ def load(
         try:
             fill_values(targets, sums)
             saved.verify(kinds, ranks, sums)
-        except ProtrainError as error:  # whatever is wrong with files comes too late
+        except ProtrainError as error:  # errors in files come too late here
             raise ProtrainError(
                 f"{error.message}: the model is loaded in part",
                 source=error.source,
@@ -89,7 +88,7 @@ def load(
                 module.set_extra_state(training.modules[name])
         if resumed is not None:
             resumed.finish()
-            if random_states is not None:  # a rank that was not there goes on with its own
+            if random_states is not None:  # a rank that did not save keeps its own
                 torch.set_rng_state(random_states["torch"])
                 random.setstate(random_states["python"])
                 for kind in random_states.keys() - {"torch", "python"}:
@@ -101,7 +100,7 @@ def load(
 
 
 def read_extra(directory: Path | str) -> dict[str, Any]:
-    """The `extra` of a checkpoint, without loading anything. ProtrainError as `load`."""
+    """The `extra` of a checkpoint, without loading it. ProtrainError as in `load`."""
     return read_training(Saved(Path(directory))).extra
 
 
@@ -114,15 +113,15 @@ def matched(
     kept: Set[str] = frozenset(),
     cast: bool = False,
 ) -> list[tuple[Entry, Value]]:
-    """Each saved tensor with its place in the model. ProtrainError where they do not fit.
+    """Each saved tensor with its place in the model. ProtrainError if they do not fit.
 
-    What is `kept` need not be there. With `cast` any floating-point dtype fits another one.
+    Names in `kept` may be missing. With `cast` any floating-point dtype fits another one.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     aliases = {name: first[parameter] for name, parameter in every}
     aliases |= {base_name(name): own_name for name, own_name in aliases.items()}
-    # Of tied names the last one counts, as in `load_state_dict`.
+    # The last of tied names counts, as in `load_state_dict`.
     order = {name: number for number, name in enumerate(aliases)}
     in_order = sorted(entries, key=lambda name: order.get(name, -1))
     found = {aliases.get(name, name): entries[name] for name in in_order}
@@ -152,7 +151,7 @@ def matched(
 
 
 def base_name(name: str) -> str:
-    """The name in the model below PEFT's adapters of a tensor that has that name with them."""
+    """The name in the base model of a tensor with this name under PEFT's adapters."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
@@ -167,7 +166,7 @@ def _some(names: list[str]) -> str:
 
 
 def _fits(saved: object, own: object) -> bool:
-    """Whether an option of a group can be what it was saved as, by its type."""
+    """Whether a saved option fits a group's, by its type."""
     match own:
         case bool():
             return saved is None or isinstance(saved, bool)
@@ -198,7 +197,7 @@ class _Resumed:
         self._offloaded = offloaded_parameters(prepared)
         self._source = str(saved.directory)
         self.targets: list[tuple[Entry, Value]] = []
-        self._states: dict[str, dict[str, Any]] = {}  # by parameter: what memory is to hold
+        self._states: dict[str, dict[str, Any]] = {}  # by parameter: states in memory
         if described is None:
             raise self._other("it was saved without an optimizer")
         self._groups = described.groups
@@ -233,7 +232,7 @@ class _Resumed:
                 self._place(name, by_name.get(name, {}), others, group)
 
     def finish(self) -> None:
-        """Install the states, all read, and the groups' options in the optimizer."""
+        """Install the read states and the groups' options in the optimizer."""
         for name in (name for group in self._groups for name in group["params"]):
             state, parameter = self._states.get(name), self._parameters[name]
             if name in self._offloaded:
@@ -248,7 +247,7 @@ class _Resumed:
             else:
                 self._optimizer.state[parameter] = state
         if isinstance(states := self._optimizer.state, PlannedStates):
-            states.forget()  # those on loan are of before
+            states.forget()  # loans have old values
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
@@ -267,12 +266,12 @@ class _Resumed:
         others: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        """Say where a parameter's states belong; make room for those that memory holds."""
+        """Assign places to a parameter's states; allocate those in memory."""
         if not entries and not others:
             return
         below = self._offloaded.get(name)
         kept = dict(entries)
-        if below is not None:  # its states have their places since `prepare`, and no others
+        if below is not None:  # its states have exactly the places of `prepare`
             stored, (_, part) = stored_states(*below), below
             fitting = {
                 key
@@ -285,10 +284,10 @@ class _Resumed:
                 raise self._other(f"the states of {part.name} differ: {_some(differing)}")
             self.targets += [(kept.pop(key), value) for key, value in stored.items()]
         state = dict(others)
-        # The tensors that are to hold the rest: what the optimizer has, or as it would make them.
+        # Targets for the rest: the optimizer's tensors, or new ones like them.
         parameter = self._parameters[name]
         has = taken_apart(self._optimizer.state.get(parameter, {})) if below is None else {}
-        # Where torch.optim keeps counters: with the kernel that reads them.
+        # Counters are placed as by torch.optim: with the kernel that reads them.
         kernels = (options.get("fused"), options.get("capturable"))
         device = parameter.device if below is None and any(on is True for on in kernels) else "cpu"
         for key, entry in kept.items():
@@ -298,7 +297,7 @@ class _Resumed:
             elif entry.shape == parameter.shape:
                 state[key] = torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
             else:
-                by_itself = entry.shape.numel() > 1 and below is None  # no counter
+                by_itself = entry.shape.numel() > 1 and below is None  # not a counter
                 where = parameter.device if by_itself else device
                 try:
                     state[key] = torch.empty(entry.shape, dtype=entry.dtype, device=where)
@@ -307,7 +306,7 @@ class _Resumed:
                     problem = f"{shown(entry.name)} takes {size}, for which there is no room"
                     raise self._other(problem) from error
             self.targets.append((entry, Held(state[key])))
-        # Of what is below the device only the shape: it is there in parts.
+        # Of offloaded states only the shape: they are read in parts.
         gone = entries.keys() - kept.keys()
         parts = {
             k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in gone
@@ -316,7 +315,7 @@ class _Resumed:
             for key in (key for key in state if key.endswith(MARK)):
                 state[key] = Composition.read(state[key])
             whole = put_together({**state, **parts}, parameter.shape)
-        except Exception as error:  # the checkpoint's own words, which a class of a package reads
+        except Exception as error:  # the checkpoint's own text, parsed by a package's class
             raise self._other(
                 f"a state of {shown(name)} cannot be made: {cut(str(error))}"
             ) from error
@@ -324,7 +323,7 @@ class _Resumed:
 
 
 def _try_random(states: Mapping[str, Any], directory: Path) -> None:
-    """ProtrainError where accelerators in use do not take these states; they keep their own."""
+    """ProtrainError if accelerators in use refuse these states; they keep their own."""
     kind, own = devices.all_random_states()
     if kind not in states:
         return

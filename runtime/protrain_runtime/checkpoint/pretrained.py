@@ -1,9 +1,9 @@
-"""`save_pretrained`: the files that transformers' and PEFT's `from_pretrained` read, without us.
+"""`save_pretrained`: files for transformers' and PEFT's `from_pretrained`, without us.
 
-[Note: one file decides] Files are written to a folder beside them and take their places when all of
-them are whole. transformers reads `model.safetensors`, or else the index: whichever decides is
-replaced last, and shards of a new save have names that those of the old one have not. What is
-interrupted before leaves the old model, what is interrupted after the new one.
+[Note: one file decides] Files are written to a folder beside their destination and moved there when
+all are complete. transformers reads `model.safetensors`, or else the index: the deciding one is
+replaced last, and a new save's shards have new names. An interruption before leaves the old model,
+one after it the new one.
 """
 
 import copy
@@ -51,22 +51,22 @@ _SHARD = re.compile(r"model(-[0-9]+)?-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _ADAPTERS = "adapter_model.safetensors"
 
 Files = dict[str, Mapping[str, Source]]
-"""By name of a file, the tensors that it is to have."""
+"""The tensors of each file, by its name."""
 
 
 @guarded("save_pretrained()", thread_guard_of)
 def save_pretrained(
     model: nn.Module, directory: Path | str, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a model as its own `save_pretrained` would, piece by piece; of adapters these alone.
+    """Write a model as its own `save_pretrained` would, piece by piece; of adapters only these.
 
-    transformers' `from_pretrained` reads it bit for bit: config.json, safetensors of `shard_bytes`
-    at most with an index, tied weights once. Of a model with PEFT's adapters it is
-    adapter_model.safetensors and adapter_config.json; adapters that are not called "default" have
-    a folder of their own. Several ranks write together, to a directory that all of them see. Until
-    all is written, what was there before stands.
+    transformers' `from_pretrained` reads it bit for bit: config.json, safetensors of at most
+    `shard_bytes` with an index, tied weights once. For PEFT's adapters it is
+    adapter_model.safetensors and adapter_config.json; adapters not called "default" have a folder
+    of their own. Several ranks write together, to a shared directory. Until all is written, the
+    previous files stay.
 
-    ProtrainError where the directory cannot be written, and for models that are none of theirs.
+    ProtrainError if the directory is not writable, or the model is from neither package.
     """
     with together(model, "save_pretrained()"):
         prepared = settled(model, None, "save_pretrained() was called")
@@ -90,7 +90,7 @@ def save_pretrained(
 
 
 def _write_config(model: Any, folder: Path) -> None:
-    """As transformers does, which notes both in the model's own configuration."""
+    """As transformers does, which sets both in the model's configuration."""
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
@@ -110,7 +110,7 @@ def _write_adapter_config(model: Any, adapter: str, folder: Path) -> None:
 
 
 def _adapter_names(model: nn.Module, adapter: str) -> dict[str, str]:
-    """By PEFT's name of an adapter's tensor, the first name that the model has for it."""
+    """PEFT's names of an adapter's tensors, with the model's first names."""
     peft: Any = importlib.import_module("peft")
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -124,7 +124,7 @@ def _adapter_names(model: nn.Module, adapter: str) -> dict[str, str]:
 
 
 def _files(directory: Path, values: Mapping[str, Source], shard_bytes: int) -> Files:
-    """The tensors by file; several files have names that are not in use."""
+    """The tensors by file; several files have unused names."""
     shards = in_shards(values, num_bytes, shard_bytes)
     if len(shards) <= 1:
         return {SINGLE_FILE: values}
@@ -145,7 +145,7 @@ def _write(
     write_config: Callable[[Path], None],
     parameters: Mapping[str, str],
 ) -> None:
-    """Write files together, and put them in place; `parameters` have other names in files."""
+    """Write files together, and move them into place; `parameters` have other names in files."""
     ranks = prepared.ranks if prepared else None
     offloaded = offloaded_parameters(prepared)
     staging = directory / _STAGING
@@ -175,7 +175,7 @@ def _write(
     def own_values(file: str) -> Iterator[tuple[int, Source]]:
         for name, start in layouts[file][1].items():
             value = files[file][name]
-            if order_of(value) != tuple(range(len(value.shape))):  # all ranks gather it
+            if order_of(value) != tuple(range(len(value.shape))):  # collective
                 value = Held(read_values(*offloaded[parameters.get(name, name)]))
             if name in writes:
                 yield start + part_of(value)[0] * value.dtype.itemsize, value

@@ -1,7 +1,7 @@
-"""`save`: a model and its optimizer, in their own names and shapes, whatever plan they follow.
+"""`save`: a model and its optimizer, by their own names and shapes, under any plan.
 
-What is written does not depend on the plan: two plans and plain PyTorch save the same bytes.
-Several ranks write together, each what it has, and rank 0 the index that makes it a checkpoint.
+The result does not depend on the plan: two plans and plain PyTorch save the same bytes. Several
+ranks write together, each its part, and rank 0 the index that makes it a checkpoint.
 """
 
 import itertools
@@ -55,7 +55,7 @@ from protrain_runtime.states.values import (
 )
 
 SHARD_BYTES = 4 * 2**30
-"""Bytes of a file of tensors at most, unless one tensor alone is more."""
+"""Most bytes of a file of tensors, except for a single larger tensor."""
 
 Values = dict[str, dict[str, Source]]
 """The tensors of a checkpoint, by kind and name."""
@@ -73,25 +73,24 @@ def save(
     shard_bytes: int = SHARD_BYTES,
     beside: bool = False,
 ) -> "Saving | None":
-    """Write what `load` continues from, under any plan or plainly, bit for bit.
+    """Write a checkpoint for `load`, under any plan or none, bit for bit.
 
     Saved are parameters, persistent buffers, the optimizer's states and groups, the random states
-    of PyTorch and of Python's `random`, and `extra`: whatever else a loop needs, such as
-    `{"step": step, "scheduler": scheduler.state_dict()}`, made of numbers, texts, tensors, lists,
-    tuples and dicts. Call it between a step and the next forward.
+    of PyTorch and of Python's `random`, and `extra`: the loop's other state, such as `{"step":
+    step, "scheduler": scheduler.state_dict()}`, of numbers, texts, tensors, lists, tuples and
+    dicts. Call it between a step and the next forward.
 
-    Parameters are safetensors files of `shard_bytes` at most, with Hugging Face's index; tied ones
-    are there once, by their first name. Every file's checksum is in the index. A checkpoint in
-    `directory` is replaced at once: until the new one is whole and on the disk, the old one stands,
-    however the process ends. Bytes go from where they lie to the files, so that this takes
-    SAVING_BYTES of memory besides (a tensor's, for one that is not row-major).
+    Parameters are safetensors files of at most `shard_bytes`, with Hugging Face's index; tied ones
+    are saved once, by their first name. The index has every file's checksum. A checkpoint in
+    `directory` is replaced atomically: the old one stays until the new one is complete on disk,
+    however the process ends. Bytes are written from their tiers with SAVING_BYTES of extra memory
+    (a tensor's, if not row-major).
 
-    Under a plan for several devices all ranks call it, and each writes what it has to files of its
-    own in a directory that all of them see. With `beside` that is copied to host memory, and
-    written while training goes on: `wait()` for what is returned before it is loaded; the next save
-    does.
+    Under a plan for several devices all ranks call it, and each writes its own files in a shared
+    directory. With `beside` the data are copied to host memory and written while training
+    continues: `wait()` for the result before loading; the next save does.
 
-    ProtrainError where the directory cannot be written, or the optimizer is not the model's;
+    ProtrainError if the directory is not writable, or the optimizer is not the model's;
     RuntimeError between backward and step under plans that update in backward.
     """
     with together(model, "save()"):
@@ -117,10 +116,10 @@ def save(
             before = _beside.pop(ranks, None)
             if before is not None and not before.reported:
                 before.wait()
-            if ranks.rank > 0:  # buffers are rank 0's, as they are in the next forward
+            if ranks.rank > 0:  # buffers are rank 0's, as in the next forward
                 parameters = dict(model.named_parameters())
                 values["model"] = {n: v for n, v in values["model"].items() if n in parameters}
-            # Random states, and states of parameters, of all ranks are in one.
+            # All ranks' random states, and states of parameters, in one.
             others = training.get("optimizer", {}).get("states", {})
             for states_of_rank, known in ranks.all_objects((training.pop("random"), others)):
                 training.setdefault("random", []).extend(states_of_rank)
@@ -149,7 +148,7 @@ def save(
 def settled(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, what: str
 ) -> Prepared | None:
-    """Return what `prepare` attached; it raises, saying `what`, in the middle of an update."""
+    """The model's `Prepared`; raises, with `what`, in the middle of an update."""
     prepared = prepared_of(model)
     if prepared is None:
         return None
@@ -181,7 +180,7 @@ def model_values(model: nn.Module, prepared: Prepared | None) -> Iterator[tuple[
 
 
 def with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that have a state of their own besides tensors, by name."""
+    """Modules with extra state besides tensors, by name."""
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield name, module
@@ -193,7 +192,7 @@ def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The parameters of each group by name. ProtrainError for one that the model does not have."""
+    """Each group's parameter names. ProtrainError for a foreign parameter."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names.get(p) for p in group["params"]] for group in optimizer.param_groups]
     known = [[name for name in group if name is not None] for group in groups]
@@ -208,7 +207,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
 def optimizer_values(
     model: nn.Module, optimizer: torch.optim.Optimizer, prepared: Prepared | None
 ) -> tuple[dict[str, Value], dict[str, Any]]:
-    """The states that are tensors, as NAME.KEY, and everything else about the optimizer."""
+    """Tensor states as NAME.KEY, and the rest of the optimizer's state."""
     names = parameter_names(model, optimizer)
     offloaded = offloaded_parameters(prepared)
     tensors: dict[str, Value] = {}
@@ -229,7 +228,7 @@ def optimizer_values(
             elif isinstance(value, Stored):
                 tensors[f"{name}.{key}"] = value
             elif isinstance(value, Composition):
-                # Of a range it is kept below the device, of the whole it is saved.
+                # Stores keep a range's rule, checkpoints the whole parameter's.
                 others.setdefault(name, {})[key] = value.reshaped(parameter.shape).described()
             else:
                 others.setdefault(name, {})[key] = value
@@ -247,7 +246,7 @@ def optimizer_values(
 
 
 class _Written(NamedTuple):
-    """Files that a rank has written, and each weight's first file and whole bytes."""
+    """A rank's written files, and each weight's first file and whole bytes."""
 
     rows: dict[str, FileRow]
     weights: dict[str, tuple[str, int]]
@@ -260,7 +259,7 @@ def _write(
     training: Mapping[str, Any],
     shard_bytes: int,
 ) -> None:
-    """Write the files of a checkpoint, and its index when all of them are there."""
+    """Write a checkpoint's files, and its index when all are complete."""
     first = ranks is None or ranks.rank == 0
     prefix = f"rank-{ranks.rank}-" if ranks else ""
     with ranks.writing() if ranks else nullcontext(), ExitStack() as stack:
@@ -295,7 +294,7 @@ def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> _Writ
 def in_shards(
     values: Mapping[str, Source], size: Callable[[Source], int], shard_bytes: int
 ) -> list[dict[str, Source]]:
-    """The values in files of so many bytes at most, unless one value alone has more."""
+    """The values in files of at most `shard_bytes`, except for a single larger value."""
     shards: list[dict[str, Source]] = []
     room = 0
     for name, value in values.items():
@@ -308,7 +307,7 @@ def in_shards(
 
 
 def write_file(path: Path, values: Mapping[str, Source]) -> FileRow:
-    """Write a file to the disk. A part of a tensor is one dimension of elements there."""
+    """Write a file to disk. A part of a tensor is a flat range of elements."""
     parts: dict[str, PartRow] = {}
     tensors: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
     for name, value in values.items():
@@ -329,7 +328,7 @@ def write_file(path: Path, values: Mapping[str, Source]) -> FileRow:
 def _content(
     folder: str, written: Sequence[_Written], training: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """An index of what the ranks have written."""
+    """An index of the ranks' files."""
     rows: dict[str, FileRow] = {}
     weights: dict[str, tuple[str, int]] = {}
     for of_rank in written:
@@ -350,10 +349,7 @@ def _content(
 
 
 def shared_out(ranks: Ranks | None, values: Mapping[str, Source]) -> dict[str, Source]:
-    """Choose what this rank writes: its parts, and the whole tensors that it writes for all.
-
-    Ranks write about as many bytes each of what several have.
-    """
+    """This rank's parts, and its share, by bytes, of replicated tensors."""
     if ranks is None:
         return dict(values)
     parts = {n for n, v in values.items() if isinstance(v, Stored) and v.part is not None}
@@ -361,7 +357,7 @@ def shared_out(ranks: Ranks | None, values: Mapping[str, Source]) -> dict[str, S
     having = ranks.all_objects(sizes)
     loads = [0] * ranks.count
     own: set[str] = set()
-    if ranks.rank < ranks.num_shards:  # others have the parts that these have
+    if ranks.rank < ranks.num_shards:  # the others have the same parts
         own |= {name for name in parts if part_bytes(values[name])}
     for name in dict.fromkeys(itertools.chain.from_iterable(having)):
         have = (rank for rank, theirs in enumerate(having) if name in theirs)
@@ -394,21 +390,21 @@ def on_each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[
 
 
 class Saving:
-    """A save that goes on beside training. `wait` raises what went wrong."""
+    """A save that runs beside training. `wait` raises its error."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self.reported = False  # a failure was raised by `wait`
+        self.reported = False  # `wait` raised its error
         self._work = ThreadPoolExecutor(1, "protrain saves").submit(work)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._work.done()
 
     def wait(self) -> None:
-        """Wait until it is the checkpoint; raises where it did not become one."""
+        """Wait until the checkpoint is complete; raises if it failed."""
         self.reported = self._work.exception() is not None
         self._work.result()
 
 
 _beside: WeakKeyDictionary[Ranks, Saving] = WeakKeyDictionary()
-"""The last save that went on beside training: the next one waits for it."""
+"""The last save beside training: the next one waits for it."""

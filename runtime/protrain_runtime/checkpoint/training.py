@@ -1,8 +1,8 @@
 """The state of a training besides tensors, as JSON: options, counters, schedules, generators.
 
-Numbers, texts, lists and dicts by text are what they are in JSON. Everything else is a dict of one
-entry, whose key begins with "$" and says what it is: {"$tuple": [1, 2]}. A tensor is written with
-those of the model; {"$tensor": "extra.scale"} says which. Reading makes no other values than these.
+Numbers, texts, lists and dicts with text keys are plain JSON. Other values are a dict of one entry,
+whose key begins with "$" and names the type: {"$tuple": [1, 2]}. Tensors are written with the
+model's; {"$tensor": "extra.scale"} refers to one. Reading makes only these types.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.states.values import Held, Source
 
 _MOST_LEVELS = 100
-_MOST_BITS = 10_000  # of an integer, whose digits take the square of their number in time
+_MOST_BITS = 10_000  # of an integer: parsing takes quadratic time in its digits
 
 
 def _pairs(values: Mapping[Any, Any]) -> list[list[Any]]:
@@ -38,8 +38,8 @@ _HALF_CHARACTERS = re.compile("[\ud800-\udfff]")
 
 _DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    # By type: its mark, a list or text that has all of a value, and the value of that.
-    str: (  # with half of a character
+    # By type: its mark, an encoder to a list or text, and a decoder.
+    str: (  # with lone surrogates
         "$text",
         lambda text: text.encode(*_UTF_16).hex(),
         lambda text: bytes.fromhex(text).decode(*_UTF_16),
@@ -47,10 +47,10 @@ _FORMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     tuple: ("$tuple", list, tuple),
     torch.Size: ("$size", list, torch.Size),
     set: ("$set", list, set),
-    dict: ("$dict", _pairs, dict),  # with other keys than texts
+    dict: ("$dict", _pairs, dict),  # with non-text keys
     OrderedDict: ("$ordered", _pairs, OrderedDict),
     Counter: ("$counter", _pairs, lambda pairs: Counter(dict(pairs))),
-    float: ("$float", repr, float),  # without a number in JSON
+    float: ("$float", repr, float),  # not a JSON number
     complex: ("$complex", repr, complex),
     bytes: ("$bytes", bytes.hex, bytes.fromhex),
     bytearray: ("$bytearray", bytearray.hex, bytearray.fromhex),
@@ -61,12 +61,12 @@ _READERS = {mark: read for mark, _, read in _FORMS.values()}
 
 
 def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) -> Any:
-    """A value as JSON, its tensors in `tensors`; ProtrainError for what could not be read back."""
+    """A value as JSON, its tensors in `tensors`; ProtrainError if it could not be read back."""
 
     def each(inner: Any, place: str) -> Any:
         return encoded(inner, f"{key}{place}", tensors, level + 1)
 
-    kind, deep = type(value), level > _MOST_LEVELS  # as what has itself
+    kind, deep = type(value), level > _MOST_LEVELS  # perhaps self-containing
     if (
         value is None
         or kind is bool
@@ -93,7 +93,7 @@ def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) ->
         and not value.is_meta
     ):
         name = key
-        while name in tensors:  # the key of a text with a dot in it may be another's
+        while name in tensors:  # a text key with a dot may collide with another
             name += "'"
         tensors[name] = Held(value.detach().resolve_conj().resolve_neg())
         return {"$tensor": name}
@@ -106,7 +106,7 @@ def encoded(value: Any, key: str, tensors: dict[str, Source], level: int = 0) ->
 
 
 def _decoded(found: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode a value; it raises what its types raise for something else."""
+    """Decode a value; raises its types' errors for invalid ones."""
     match found:
         case list():
             return [_decoded(each, tensors) for each in found]
@@ -123,7 +123,7 @@ def _decoded(found: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 class SavedOptimizer(msgspec.Struct):
-    """An optimizer but for the states that are tensors; groups name their parameters."""
+    """An optimizer without tensor states; groups name their parameters."""
 
     kind: str = msgspec.field(name="class")
     options: list[str]
@@ -163,7 +163,7 @@ class Training(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_training(saved: Saved) -> Training:
-    """Read what is no tensor; ProtrainError where a save would have written another thing."""
+    """Read everything but tensors; ProtrainError if no save could have written it."""
     entries, sums = saved.entries("training"), Sums(saved.rows)
     tensors = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in entries.items()}
     fill_values([(entry, Held(tensors[name])) for name, entry in entries.items()], sums)

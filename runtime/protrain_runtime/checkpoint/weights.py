@@ -1,8 +1,8 @@
-"""A checkpoint's values on their way into the places that a plan has made for them.
+"""A checkpoint's values on their way to their planned tiers.
 
-`prepare(..., weights=DIRECTORY)` reads each byte once: a rank the ranges that it has, and of what
-all ranks have whole its share, which it hands to the others. Damage is found while values are read,
-and `prepare` takes everything back then.
+`prepare(..., weights=DIRECTORY)` reads each byte once: a rank reads its ranges, and its share of
+replicated tensors, which it sends to the others. Damage is found during the read, and `prepare`
+then undoes everything.
 """
 
 import hashlib
@@ -33,10 +33,7 @@ from protrain_runtime.states.values import (
 
 
 class Weights:
-    """The tensors of a model in a folder, for parameters that are `absent`, and any others.
-
-    ProtrainError where there is no checkpoint.
-    """
+    """A folder's tensors for `absent` and other parameters. ProtrainError without a checkpoint."""
 
     def __init__(self, directory: Path | str, absent: Set[str]) -> None:
         self._absent = absent
@@ -44,7 +41,7 @@ class Weights:
         self._entries = self._saved.entries("model")
 
     def facts(self) -> str:
-        """A digest of what all ranks have to find alike: names, dtypes, shapes and places."""
+        """A digest of facts equal on all ranks: names, dtypes, shapes and places."""
         digest = hashlib.sha256()
         for name, entry in sorted(self._entries.items()):
             parts = [(part.path.name, part.start) for part in entry.parts]
@@ -53,10 +50,7 @@ class Weights:
         return f"{len(self._entries)} tensors ({digest.hexdigest()[:12]})"
 
     def fill(self, model: nn.Module, prepared: Prepared | None) -> None:
-        """Read all values; those that were there stay where the folder has none.
-
-        Floating-point numbers are cast to the model's dtype.
-        """
+        """Read all values, cast to the model's dtype; values missing in the folder stay."""
         own = dict(model_values(model, prepared))
         kept = {name for name, _ in model.named_parameters()} - self._absent
         found = self._entries.items()
@@ -81,7 +75,7 @@ class Weights:
 
 
 def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]], sums: Sums) -> None:
-    """Read the ranges that this rank has, and its share of what all ranks have whole."""
+    """Read this rank's ranges, and its share of replicated tensors."""
     loads = [0] * ranks.count
     whole: list[tuple[Held, int]] = []
     own: list[tuple[Entry, Value]] = []
@@ -98,7 +92,7 @@ def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]], sums: Sums)
         if reader == ranks.rank:
             own.append((entry, value))
     fill_values(own, sums)
-    meet(ranks, "reading weights")  # one that cannot read ends this for all
+    meet(ranks, "reading weights")  # a rank that cannot read ends this for all
     for value, reader in whole:
         ranks.broadcast([value.tensor], source=reader)
     for first in range(0, len(to_pack), ranks.count):  # each rank packs one, and all get it

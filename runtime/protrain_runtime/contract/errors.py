@@ -1,28 +1,28 @@
-"""Errors that a user can mend. Our own mistakes are assertions; outcomes are types."""
+"""Errors that users can fix. Our own mistakes are assertions; outcomes are types."""
 
 from typing import ClassVar
 
 from protrain_runtime.contract.escaping import lines, one_line, without_commands
 
 MAX_SHOWN = 60
-"""Characters of a text that a message quotes."""
+"""Characters of a text quoted in a message."""
 
 
 def cut(text: str) -> str:
-    """A text as messages quote it, no longer than a line."""
+    """A text as quoted in messages, cut to a line."""
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 class ProtrainError(Exception):
-    """Something that a user can mend: where it is, what is wrong, and how to mend it.
+    """An error that a user can fix: place, problem and fix.
 
     Renders as
 
         plans/a.yaml:14: units[3].activations: expected keep or recompute, got 'kep'
           fix: did you mean 'keep'?
 
-    with the parts that are known, and with escapes for what of them cannot be seen. `source` is a
-    file, `key` the path of a key inside it. The command line ends with `exit_code`.
+    with the known parts, and with invisible characters escaped. `source` is a file, `key` a key's
+    path in it. The command line ends with `exit_code`.
     """
 
     exit_code: ClassVar[int] = 2
@@ -53,10 +53,10 @@ class ProtrainError(Exception):
 
 
 class RecordError(ProtrainError):
-    """A file that cannot be read as the record it should hold, or that cannot be written."""
+    """A file that is not a valid record, or cannot be written."""
 
 
 class OutOfMemoryError(ProtrainError):
-    """Memory of the machine, or of a limit, that was too small."""
+    """The machine's memory, or a limit, was too small."""
 
     exit_code = 4

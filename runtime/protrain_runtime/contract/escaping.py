@@ -1,9 +1,8 @@
-"""Names are data: how what a file, a model or an argument says becomes text that is only read.
+"""Names are data: text from a file, a model or an argument is escaped for display.
 
-A name may hold anything: escapes of a terminal, an override of the reading direction, a line break
-and a command for the job in whose log it is printed. Every text for people goes through here once,
-on its way into its format; what programs read (JSON, paths in annotations) keeps names
-as they are, in that format's own escapes.
+A name may contain anything: terminal escapes, bidirectional overrides, a line break and a command
+for the CI job that logs it. Every text for people passes here once; formats for programs (JSON,
+paths in annotations) keep names, in the format's own escapes.
 """
 
 import re
@@ -14,26 +13,26 @@ _COMMAND = re.compile(r"^((?:[^\S\n]|\x1b\[[0-9;]*m)*):(?=:)", re.MULTILINE)
 
 
 def one_line(text: str) -> str:
-    r"""The text with an escape for what cannot be seen, as in `repr`: `\x1b`, `\n`, `\u202e`."""
+    r"""The text with invisible characters escaped as in `repr`: `\x1b`, `\n`, `\u202e`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def lines(text: str) -> str:
-    """The same for a text of several lines, none of which is a command for a CI job."""
+    """`one_line` for several lines, without commands for a CI job."""
     return without_commands("\n".join(map(one_line, text.split("\n"))))
 
 
 def as_printed(text: str) -> str:
-    """Lines with colours, as they are about to be printed, from any source."""
-    pieces = _COLOUR.split(text)  # every second one is a colour
+    """Lines with colours, ready to print, from any source."""
+    pieces = _COLOUR.split(text)  # odd ones are colours
     pieces[::2] = ["\n".join(map(one_line, piece.split("\n"))) for piece in pieces[::2]]
     return without_commands("".join(pieces))
 
 
 def without_commands(text: str) -> str:
-    """The lines, none of which begins like a command for a CI job; done last."""
+    """The lines, with commands for a CI job defused; done last."""
     return _COMMAND.sub(r"\1\\x3a", text)
 
 

@@ -55,10 +55,7 @@ LEAST_BARE = 2**20
 
 
 def typed_bytes(text: str) -> int:
-    """Parse a size that a user typed into bytes.
-
-    ProtrainError, besides those of `parse_bytes`, for a small number without a unit: 24 is 24GiB.
-    """
+    """Parse a typed size. ProtrainError as `parse_bytes`, and for small unitless numbers."""
     found, number = parse_bytes(text), text.strip()
     if number.isdigit() and 0 < found < LEAST_BARE:
         raise ProtrainError(

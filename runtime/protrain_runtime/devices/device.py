@@ -1,9 +1,8 @@
 """Calls of a device: streams, events, memory, random numbers.
 
-Everything is asked through the names that PyTorch has for all accelerators (`torch.accelerator`,
-`torch.Stream`, `torch.Event`, `torch.get_device_module`), always with the device's index: the
-device that is current in a thread may be another one. What only one type of device has is an entry
-of `TYPES`, and a type without an entry gets along without.
+All use PyTorch's common names for accelerators (`torch.accelerator`, `torch.Stream`, `torch.Event`,
+`torch.get_device_module`), always with the device's index: a thread's current device may be
+another. Calls of a single type are entries of `TYPES`; other types do without.
 """
 
 import errno
@@ -33,14 +32,14 @@ class DeviceCalls:
 
 
 def _pin_cuda(address: int, num_bytes: int) -> Callable[[], None]:
-    """Register host pages as pinned, without PyTorch's rounding; returns what undoes it."""
+    """Register host pages as pinned, without PyTorch's rounding; returns the undo."""
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
     return partial(runtime.cudaHostUnregister, address)
 
 
 def _memory_limit_cuda(device: torch.device) -> int | None:
-    """The cap of `set_per_process_memory_fraction`; it holds for what the allocator reserves."""
+    """The cap of `set_per_process_memory_fraction` on bytes reserved by the allocator."""
     total: int = torch.cuda.get_device_properties(device).total_memory
     return int(torch.cuda.get_per_process_memory_fraction(device) * total)
 
@@ -48,7 +47,7 @@ def _memory_limit_cuda(device: torch.device) -> int | None:
 TYPES: dict[str, DeviceCalls] = {
     "cuda": DeviceCalls(pin=_pin_cuda, memory_limit=_memory_limit_cuda)
 }
-"""By the name of the type: a new type is one entry. ROCm's devices are called cuda, and are."""
+"""By type name: a new type is one entry. ROCm's devices are called cuda, too."""
 
 HOST = torch.device("cpu")
 
@@ -57,24 +56,24 @@ HOST_ALIGNMENT_BYTES = 64
 
 
 def of_type(device: torch.device) -> DeviceCalls:
-    """Return the calls that only devices of this type have."""
+    """The calls of the device's type."""
     return TYPES.get(device.type, DeviceCalls())
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether the device's memory is the host's, and its work is done when a call returns."""
+    """Whether the device's memory is the host's, and work is done when a call returns."""
     return device.type == "cpu"
 
 
 def alignment(device: torch.device) -> int:
-    """Where a tensor of its own would begin, in bytes: kernels may look at it."""
-    # An accelerator's is also what its allocator rounds sizes up to
-    # (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+    """The alignment in bytes of a new tensor's memory: kernels may depend on it."""
+    # An accelerator's is its allocator's rounding (c10/cuda/CUDACachingAllocator.cpp,
+    # kMinBlockSize).
     return HOST_ALIGNMENT_BYTES if on_host(device) else BLOCK_BYTES
 
 
 def found(name: str) -> torch.device:
-    """The device called `name`, with its index; ProtrainError where it cannot be trained on."""
+    """The device called `name`, with its index; ProtrainError if it cannot train."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -103,7 +102,7 @@ def found(name: str) -> torch.device:
 
 
 def require(device: torch.device) -> None:
-    """ProtrainError where an accelerator lacks what plans are carried out with."""
+    """ProtrainError if an accelerator lacks features that plans need."""
     if on_host(device):
         return
     for what, ask in _NEEDED.items():
@@ -118,26 +117,26 @@ def require(device: torch.device) -> None:
 
 
 def name(device: torch.device) -> str:
-    """Return an accelerator's name; its type where it has no other name."""
+    """An accelerator's name, or its type."""
     asked = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if asked is None else str(asked(device))
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream to which this thread submits what runs on the device."""
+    """This thread's current stream on the device."""
     found: torch.Stream = torch._C._accelerator_getStream(device.index)
     return found
 
 
 def record_event(device: torch.device, *, timing: bool = False) -> torch.Event:
-    """The moment at which the device's current stream has done what was submitted to it."""
+    """An event after all work submitted to the device's current stream."""
     events = [torch.Event(device=device, enable_timing=True)] if timing else []
     event: torch.Event = torch._C._accelerator_getStream(device.index).record_event(*events)
     return event
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make an accelerator the thread's current device, where CUDA makes its context."""
+    """Make an accelerator the thread's current device, where CUDA creates its context."""
     if on_host(device) or torch._C._accelerator_getDeviceIndex() == device.index:
         return _AS_IT_IS
     return torch.accelerator.device_index(device.index)
@@ -147,14 +146,14 @@ _AS_IT_IS = nullcontext()
 
 
 def pin(device: torch.device, address: int, num_bytes: int) -> Callable[[], None]:
-    """Pin host pages for a device; returns what unpins them; RuntimeError if refused."""
+    """Pin host pages for a device; returns the undo; RuntimeError if refused."""
     register = of_type(device).pin
     assert register is not None
     with current(device):
         try:
             unregister = register(address, num_bytes)
         except RuntimeError:
-            # CUDA keeps the refusal for the next kernel's launch, which would fail for it.
+            # CUDA would report the refusal again at the next kernel launch.
             with suppress(RuntimeError):
                 torch.zeros(1, device=device)
             raise
@@ -167,7 +166,7 @@ def pin(device: torch.device, address: int, num_bytes: int) -> Callable[[], None
 
 
 def synchronize(device: torch.device) -> None:
-    """Block until the device has done all that was submitted to it."""
+    """Block until the device has done all submitted work."""
     if not on_host(device):
         torch.accelerator.synchronize(device)
 
@@ -179,13 +178,13 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def context_bytes(device: torch.device) -> int:
-    """Bytes of the device's memory that are taken besides this process's allocator."""
+    """Bytes of the device's memory outside this process's allocator."""
     free, total = free_and_total_bytes(device)
     return total - free - torch.accelerator.memory_reserved(device)
 
 
 def room_bytes(device: torch.device) -> int:
-    """Bytes that this process's allocator may have: free or reserved, within a cap on it."""
+    """Bytes available to this process's allocator: free or reserved, within its cap."""
     room = free_and_total_bytes(device)[0] + torch.accelerator.memory_reserved(device)
     limit = of_type(device).memory_limit
     cap = None if limit is None else limit(device)
@@ -193,7 +192,7 @@ def room_bytes(device: torch.device) -> int:
 
 
 def collectives(device: torch.device) -> str:
-    """The library of collectives for devices of this type; ProtrainError where there is none."""
+    """The collectives library for the device's type; ProtrainError if there is none."""
     try:
         return torch.distributed.get_default_backend_for_device(device.type)
     except ValueError as error:
@@ -204,7 +203,7 @@ def collectives(device: torch.device) -> str:
 
 
 def free_cached(device: torch.device) -> None:
-    """Release unused memory that the allocator has reserved."""
+    """Release the allocator's unused reserved memory."""
     if not on_host(device):
         torch.accelerator.empty_cache()
 
@@ -218,7 +217,7 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Go on from a state of the device's own generator."""
+    """Set the state of the device's own generator."""
     if on_host(device):
         torch.set_rng_state(state)
     else:
@@ -228,7 +227,7 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 def all_random_states() -> tuple[str, list[torch.Tensor]]:
     """The type of this machine's accelerators, and the states of those in use; else nothing."""
     here = torch.accelerator.current_accelerator(check_available=True)
-    # Asking a type that is not in use yet for a state would start it.
+    # Asking an unused type for a state would initialise it.
     if here is None or not torch.get_device_module(here).is_initialized():
         return "", []
     devices = [torch.device(here.type, n) for n in range(torch.accelerator.device_count())]
@@ -236,7 +235,7 @@ def all_random_states() -> tuple[str, list[torch.Tensor]]:
 
 
 def set_all_random_states(kind: str, states: list[torch.Tensor]) -> None:
-    """Go on from what `all_random_states` gave, where there are as many devices of that type."""
+    """Restore `all_random_states`' result, given as many devices of that type."""
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != kind or torch.accelerator.device_count() != len(states):
         return
@@ -270,10 +269,7 @@ _NEEDED: dict[str, Callable[[torch.device], object]] = {
 
 
 def autocast_as_now(kind: str, *, caches: bool = True) -> Callable[[], torch.autocast]:
-    """Return a maker of contexts in which operators on a type of device are cast as they are now.
-
-    Casts of weights are cached inside where they are now, and if `caches`.
-    """
+    """A maker of contexts with the present autocast; weight casts are cached only if `caches`."""
     return partial(
         torch.autocast,
         kind,
@@ -285,7 +281,7 @@ def autocast_as_now(kind: str, *, caches: bool = True) -> Callable[[], torch.aut
 
 @contextmanager
 def explained_exhaustion(*, fix: str, what: str = "out of memory") -> Iterator[None]:
-    """OutOfMemoryError, with a way out, where an allocator inside found no memory."""
+    """OutOfMemoryError with `fix` if an allocation inside fails."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -295,23 +291,23 @@ def explained_exhaustion(*, fix: str, what: str = "out of memory") -> Iterator[N
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocator of PyTorch or Python found no memory, here or on a lane."""
+    """Whether an allocation by PyTorch or Python failed, here or on a lane."""
     if error is None:
         return False
     seen = str(error)
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
         or (isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN))
-        or "out of memory" in seen  # also what CUDA says of host memory that it cannot pin
+        or "out of memory" in seen  # also CUDA's message for host memory that it cannot pin
         or "not enough memory" in seen
         or "can't allocate memory" in seen
-        or "can't start new thread" in seen  # whose stack has no room
+        or "can't start new thread" in seen  # no memory for its stack
         or out_of_memory(error.__cause__)
     )
 
 
 def refusal(error: BaseException) -> str:
-    """Return the allocator's message, in one line."""
+    """The allocator's message, in one line."""
     lines = str(error).splitlines() or [type(error).__name__]
     line = next((line for line in lines if "memory" in line), lines[0])
     return line.rpartition("] ")[2].strip()

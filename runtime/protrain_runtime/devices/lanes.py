@@ -1,8 +1,8 @@
 """Lanes: queues of work that run beside compute, one item at a time, in order.
 
-A lane is a worker thread where Python must act (files, the optimizer on the host, every lane of a
-CPU machine) and a stream where the hardware copies by itself. Submitting returns a `Ticket`;
-waiting for it is the only way in which compute and lanes meet.
+A lane is a worker thread for Python work (files, host optimizers, all lanes of a CPU machine) and a
+stream for copies by hardware. Submitting returns a `Ticket`; waits for it are the only
+synchronisation of compute and lanes.
 """
 
 import ctypes
@@ -29,16 +29,16 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.device import explained_exhaustion
 
 WAIT_LIMIT_S = 600.0
-"""No transfer of one chunk takes ten minutes; a wait that does is a fault, not a slow disk."""
+"""A chunk's transfer never takes ten minutes; a longer wait is a fault, not a slow disk."""
 
 PATIENCE_S = 10.0
-"""Seconds that a collective that fails may take to find out which rank is missing."""
+"""Seconds for a failing collective to find the missing rank."""
 
 LONGEST_NAP_S = 1e-3
-"""Between two looks at an event: what a wait for one may take too long, at most."""
+"""Between polls of an event: the most that a wait overshoots."""
 
 STACK_BYTES = 2 * 2**20
-"""A lane calls nothing deep, and a stack counts against a limit on the process's memory."""
+"""Lanes call nothing deep, and stacks count against a limit on the process's memory."""
 
 
 HUGE_PAGES_FROM = 4 * 2**20
@@ -69,7 +69,7 @@ class ThreadTicket:
         return self._ended
 
     def wait(self) -> None:
-        """Make what this thread submits from now on, to its current stream, wait for the work."""
+        """Make this thread's later work on its current stream wait for this work."""
         self.synchronize()
 
     def synchronize(self) -> None:
@@ -77,7 +77,7 @@ class ThreadTicket:
         if not self._ended:
             if not self._running.acquire(timeout=self._limit_s):
                 raise _too_late(self._what, self._lane, self._limit_s)
-            self._running.release()  # for others who wait
+            self._running.release()  # for other waiters
         if self._error is not None:
             cause, failed = self._error, f"{self._what} failed on lane '{self._lane}'"
             if isinstance(cause, ProtrainError):
@@ -87,20 +87,20 @@ class ThreadTicket:
 
 
 class StreamTicket:
-    """The end of work on a stream: an event there, once the work is submitted to the stream."""
+    """The end of work on a stream: an event, once the work is submitted."""
 
     def __init__(self, what: str, lane: str, device: torch.device, limit_s: float) -> None:
         self._what, self._lane, self._limit_s = what, lane, limit_s
         self._device = device
         self._event: torch.Event | None = None
-        self._issue: ThreadTicket | None = None  # where the work is left to a thread
+        self._issue: ThreadTicket | None = None  # if a thread submits the work
 
     def leave_to_thread(self) -> None:
-        """Called by the lane where its thread is to submit the work to the stream."""
+        """Called by the lane if its thread is to submit the work."""
         self._issue = ThreadTicket(self._what, self._lane, self._limit_s)
 
     def issue(self, event: torch.Event | None, error: BaseException | None = None) -> None:
-        """Called by the lane, once: `event` stands behind the work, or the work failed."""
+        """Called by the lane, once: `event` follows the work, or the work failed."""
         self._event = event
         if self._issue is not None:
             self._issue.finish(error)
@@ -113,7 +113,7 @@ class StreamTicket:
         devices.current_stream(self._device).wait_event(self._end())
 
     def synchronize(self) -> None:
-        # The event's own `synchronize` has no limit. Naps grow with the wait, a twentieth of it.
+        # The event's own `synchronize` has no limit. Naps grow to a twentieth of the wait.
         event = self._end()
         with devices.current(self._device):
             if event.query():
@@ -157,12 +157,12 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 def forks() -> int:
-    """Count the forks that led to this process: unlike its number, without a call of the system."""
+    """The number of forks that led to this process; unlike its id, without a system call."""
     return _forks
 
 
 def refuse_forked(process: int, what: str) -> None:
-    """LaneError in another process than this one (`forks`): a fork has none of its threads."""
+    """LaneError in a process other than `process` (`forks`): a fork has none of its threads."""
     if forks() != process:
         raise LaneError(
             f"{what} cannot be done in a forked process, which has none of the threads that do it",
@@ -171,7 +171,7 @@ def refuse_forked(process: int, what: str) -> None:
 
 
 def only_here(undo: Callable[[], object]) -> Callable[[], None]:
-    """Return `undo`, which does nothing in a process that was forked from this one."""
+    """`undo`, which does nothing in forks of this process."""
     process = forks()
 
     def run() -> None:
@@ -182,7 +182,7 @@ def only_here(undo: Callable[[], object]) -> Callable[[], None]:
 
 
 def overridden(owner: object, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute of one instance; returns what gives it its own, or its class's, again."""
+    """Set an instance's attribute; returns the undo."""
     held = vars(owner)
     before = {name: held[name]} if name in held else {}
     held[name] = value
@@ -195,7 +195,7 @@ def overridden(owner: object, name: str, value: object) -> Callable[[], None]:
 
 
 def off_workers(close: Callable[[], object]) -> None:
-    """Run `close`, in a thread of its own where a runtime's thread collects garbage."""
+    """Run `close`, on its own thread if the caller is a runtime thread that collects garbage."""
     if threading.current_thread().name.startswith(OWN_THREADS):
         threading.Thread(target=close, name=f"{OWN_THREADS}end").start()
     else:
@@ -203,15 +203,15 @@ def off_workers(close: Callable[[], object]) -> None:
 
 
 OWN_THREADS = "protrain "
-"""The beginning of the names of the runtime's threads."""
+"""The prefix of the runtime's thread names."""
 
 
 class ThreadLane:
     """A lane on a worker thread.
 
-    `device` is the accelerator whose memory the work may touch, and `num_threads` are those that
-    PyTorch's operators have in it. `delay`, if given, returns seconds to sleep before each item: a
-    test's way to make a missing wait show up as a wrong number.
+    `device` is the accelerator that the work may use, and `num_threads` its intra-op threads.
+    `delay` returns seconds to sleep before each item: in tests it makes a missing wait show as a
+    wrong number.
     """
 
     def __init__(
@@ -228,17 +228,17 @@ class ThreadLane:
         self._process = forks()
         self._delay, self._limit_s, self._device = delay, limit_s, device
         self._num_threads = num_threads
-        # With an accelerator, the work's copies run on a stream of the lane's own.
+        # With an accelerator, copies run on the lane's own stream.
         self._stream = None if device is None else torch.Stream(device=device)
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._thread = started(f"protrain {name}", self._run, device=device)
 
     def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
-        """Queue `work`, to start when the work before it and all of `after` have ended.
+        """Queue `work`, to start after earlier work and all of `after`.
 
-        What the calling thread has submitted to the device has ended by then, too: sources are
-        written, and buffers that compute's allocator handed out are no longer in use by what had
-        them before. The calling thread goes on at once. `what` names the work in errors.
+        It also starts after the calling thread's earlier work on the device: sources are written,
+        and reused buffers of compute's allocator are free. The calling thread continues at once.
+        `what` names the work in errors.
         """
         refuse_forked(self._process, what)
         ticket = ThreadTicket(what, self.name, self._limit_s)
@@ -247,7 +247,7 @@ class ThreadLane:
         return ticket
 
     def close(self) -> None:
-        """Finish queued work, then free the lane."""
+        """Finish queued work, then end the lane."""
         self._queue.put(None)
         self._thread.join(self._limit_s)
 
@@ -263,7 +263,7 @@ class ThreadLane:
                 self._do(item)
             except BaseException as raised:  # noqa: BLE001 - raised again where it is waited for
                 error = raised
-            # Work and what it refers to are dropped first: the engine frees, not the lane.
+            # Work and its references are dropped first: the engine frees, not the lane.
             finish = item.finish
             del item
             finish(error)
@@ -273,15 +273,15 @@ class ThreadLane:
             item.work()
             return
         with self._stream:
-            # Copies wait for what compute was given, on the stream; what the work does in host
-            # memory alone need not.
+            # Copies wait on the stream for compute's earlier work; work in host memory alone need
+            # not.
             self._stream.wait_event(item.fence)
             item.work()
         self._stream.synchronize()
 
 
 class _Item(NamedTuple):
-    """Work in a lane's queue. `fence` is the end of what compute was given before it."""
+    """Work in a lane's queue. `fence` follows compute's earlier work."""
 
     work: Callable[[], None]
     after: Sequence[Ticket]
@@ -296,7 +296,7 @@ def started(
     stack_bytes: int = STACK_BYTES,
     device: torch.device | None = None,
 ) -> threading.Thread:
-    """A thread of the small kind that lanes are; `device` is its current one."""
+    """A thread with a small stack; `device` is its current one."""
 
     def run_there() -> None:
         with devices.current(device or devices.HOST):
@@ -318,7 +318,7 @@ def started_pool(
     stack_bytes: int = STACK_BYTES,
     initializer: Callable[[], None] | None = None,
 ) -> ThreadPoolExecutor:
-    """So many such threads that do what is submitted, all of them started."""
+    """A pool of `count` such threads, all started."""
     everyone = threading.Barrier(count + 1)
     pool = ThreadPoolExecutor(count, f"{OWN_THREADS}{name}", initializer)
     usual = threading.stack_size(stack_bytes)
@@ -334,9 +334,8 @@ def started_pool(
 class StreamLane:
     """A lane on a stream of its own.
 
-    Work is submitted to the stream by the thread that computes, unless it follows work of a thread
-    that has not ended (a read from disk, a sum on the host): then by a thread of the lane, which
-    waits in the place of the one that computes.
+    The compute thread submits work to the stream, unless it follows unfinished work of a thread (a
+    disk read, a sum on the host): then a thread of the lane waits and submits.
     """
 
     def __init__(self, name: str, device: torch.device, *, limit_s: float) -> None:
@@ -346,7 +345,7 @@ class StreamLane:
         self._device, self._limit_s = device, limit_s
         self._stream = torch.Stream(device=device)
         self._queue: SimpleQueue[tuple[_Item, StreamTicket] | None] = SimpleQueue()
-        self._waiting: StreamTicket | None = None  # the last that was left to the thread
+        self._waiting: StreamTicket | None = None  # the last one left to the thread
         self._thread: threading.Thread | None = None
 
     def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
@@ -395,22 +394,22 @@ class StreamLane:
 
 
 WorkLane = ThreadLane | StreamLane
-"""A lane for the engine's work; `on_stream`: work only queues copies there, to run later."""
+"""A lane for the engine's work; `on_stream`: work only queues copies, which run later."""
 
 
 def private_pages(num_bytes: int) -> mmap.mmap:
-    """Fresh pages to pin: huge ones where Linux has them, and not for forked processes.
+    """Fresh pages to pin: huge ones on Linux, and not for forked processes.
 
-    Shared pages are never huge: 1 GiB of them took 48 ms to pin and 210 ms to fill, and of these
-    25 and 33 (an H200's host). A fork would share private ones until either process writes, which
-    then has a copy elsewhere, while the device goes on with the first.
+    Shared pages are never huge: 1 GiB of them took 48 ms to pin and 210 ms to fill, against 25 and
+    33 (an H200's host). A fork would share private pages until either process writes and gets a
+    copy elsewhere, while the device continues with the first.
     """
     if sys.platform != "linux":
         return mmap.mmap(-1, num_bytes)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
     if num_bytes >= HUGE_PAGES_FROM:
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # the kernel lacks them
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -433,7 +432,7 @@ many kernels take."""
 
 
 class Backend:
-    """Differences of host and accelerator memory; a longer wait than `limit_s` is a fault."""
+    """Differences of host and accelerator memory; a wait beyond `limit_s` is a fault."""
 
     def __init__(
         self,
@@ -448,7 +447,7 @@ class Backend:
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """A new buffer on the device.  # uint8 [num_bytes]"""
-        if torch.is_inference_mode_enabled():  # of parameters, whatever forward brings them
+        if torch.is_inference_mode_enabled():  # for parameters, in any forward
             with torch.inference_mode(mode=False):
                 return self.empty(num_bytes)
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -466,10 +465,10 @@ class Backend:
         return False
 
     def empty_host(self, num_bytes: int) -> torch.Tensor:
-        """A new buffer in host memory, pinned where there is an accelerator.  # uint8 [num_bytes]
+        """A new host buffer, pinned beside an accelerator.  # uint8 [num_bytes]
 
-        Whole pages and no more, where the type of device can pin pages: PyTorch's own
-        pinned allocator rounds up to powers of two. OutOfMemoryError where the system refuses.
+        Whole pages only, if the device type can pin pages: PyTorch's pinned allocator rounds up to
+        powers of two. OutOfMemoryError if the system refuses.
         """
         if self.on_host or not num_bytes:
             return torch.empty(num_bytes, dtype=torch.uint8)
@@ -482,19 +481,19 @@ class Backend:
             pages = private_pages(pinned_bytes(num_bytes))
             buffer = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
             unpin = devices.pin(self.device, buffer.data_ptr(), len(pages))
-        # The pages live as long as a view of them; they stay pinned while the buffer itself lives.
+        # The pages live as long as a view of them, but are pinned only while the buffer lives.
         weakref.finalize(buffer, only_here(unpin))
         return buffer
 
     def map_common(self, descriptor: int, num_bytes: int) -> torch.Tensor:
-        """Memory that processes share by a file, to be read.  # uint8 [num_bytes], whole pages
+        """Memory that processes share by a file, for reading.  # uint8 [num_bytes], whole pages
 
-        Pinned where the type of device can pin pages, which requires writable ones.
+        Pinned if the device type can pin pages, which requires writable ones.
         """
         pins = not self.on_host and devices.of_type(self.device).pin is not None
         access = mmap.PROT_READ | (mmap.PROT_WRITE if pins else 0)
         pages = mmap.mmap(descriptor, num_bytes, prot=access)
-        with warnings.catch_warnings(action="ignore"):  # of memory that is not to be written
+        with warnings.catch_warnings(action="ignore"):  # on read-only memory
             buffer = torch.frombuffer(pages, dtype=torch.uint8)
         if pins:
             with explained_exhaustion(
@@ -508,10 +507,10 @@ class Backend:
     def lane(
         self, name: str, *, on_device: bool, patient: bool = False, num_threads: int = 1
     ) -> WorkLane:
-        """A lane; `on_device` where the device's copy engines can do its work.
+        """A lane; `on_device` if the device's copy engines can do its work.
 
-        Others have `num_threads` for PyTorch's operators. A `patient` one has work with a time
-        limit of its own, which is to say first what is late.
+        Others have `num_threads` for PyTorch's operators. A `patient` one's work has its own time
+        limit, which is to report lateness first.
         """
         limit_s = self._limit_s * (2 if patient else 1) + (PATIENCE_S if patient else 0)
         if on_device and not self.on_host:
@@ -522,7 +521,7 @@ class Backend:
             name, delay=self._delay, device=device, num_threads=num_threads, limit_s=limit_s
         )
         lane.submit("the start", nothing, ()).synchronize()
-        # The worker's own number of threads also became the default of threads to come.
+        # Setting the worker's number also changed the default of later threads.
         torch.set_num_threads(threads)
         return lane
 
@@ -530,26 +529,25 @@ class Backend:
 def take_threads(number: int = 1) -> None:
     """Limit the calling thread's intra-op threads: more would contend with compute's.
 
-    The current number is read first: without that, a thread takes the process's number at first
-    use, whatever it has set. Setting it also changes the process's number for later threads: the
-    starter of this thread restores it.
+    The current number is read first: otherwise a thread takes the process's number at first use.
+    Setting it also changes the number for later threads: this thread's starter restores it.
     """
     torch.get_num_threads()
     torch.set_num_threads(number)
 
 
 def nothing() -> None:
-    """Work that does nothing: it ends when all before it has."""
+    """Work that does nothing: it ends after all earlier work."""
 
 
 class Buffers:
-    """Makes buffers on the device; those given up at a slot's boundary serve first.
+    """Makes buffers on the device, reusing those given up at a slot's boundary.
 
-    On a CPU a fresh buffer costs a page fault per page, in the lane that fills it first: reading a
-    chunk from the page cache runs at a third of its speed then (docs/decisions.md, *Buffers are
-    handed on*). Blocks are alike, so a chunk that leaves after a slot has buffers of just the sizes
-    that the fetch at the next slot's start asks for. What no fetch of that boundary takes is freed
-    before the boundary ends. An accelerator's allocator keeps freed blocks by itself.
+    On a CPU a fresh buffer costs a page fault per page, in the lane that fills it: reading a chunk
+    from the page cache then runs at a third of its speed (docs/decisions.md, *Buffers are handed
+    on*). Blocks are alike, so a chunk that leaves has buffers of the sizes that the next fetch
+    needs. Buffers unused at that boundary are freed before it ends. An accelerator's allocator
+    caches blocks itself.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -569,7 +567,7 @@ class Buffers:
             self._spare += [buffer for buffer in buffers if not is_held(buffer)]
 
     def keep_for(self, sizes: Iterable[int]) -> None:
-        """Free what is spare beyond a buffer for each of `sizes`."""
+        """Free spare buffers beyond one for each of `sizes`."""
         if not self._spare:
             return
         wanted, kept = Counter(sizes), list[torch.Tensor]()
@@ -581,10 +579,10 @@ class Buffers:
 
 
 def is_held(buffer: torch.Tensor) -> bool:
-    """Whether another tensor has the buffer's storage: a model may hand a parameter's view on."""
+    """Whether another tensor has the buffer's storage, such as a parameter's view."""
     return num_holders(buffer.untyped_storage()) > 1
 
 
 def num_holders(storage: torch.UntypedStorage) -> int:
-    """Count the tensors that hold a storage, besides the object that is asked about."""
+    """The number of tensors that hold a storage, besides the argument."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1

@@ -1,7 +1,7 @@
-"""Meters of memory: live tensor bytes to the byte, and what the process holds.
+"""Memory meters: live tensor bytes to the byte, and the process's memory.
 
 `MemoryMeter` counts tensors, with one interface on CPU and accelerators. The functions below it ask
-the operating system about the whole process (Linux; they do nothing elsewhere).
+the operating system (Linux; no-ops elsewhere).
 """
 
 import ctypes
@@ -84,11 +84,11 @@ class MemoryMeter:
         self._device = torch.device(device)
         self._on_host = devices.on_host(self._device)
         self._start_bytes = start_bytes
-        self._ended: list[int] = []  # bytes of standing storages that are gone, and not noted yet
+        self._ended: list[int] = []  # bytes of freed standing storages, not noted yet
         self._ends = [weakref.finalize(one, self._end, one.nbytes()) for one in standing]
         for end in self._ends:
             end.atexit = False
-        self._thread = 0  # the entering one's, while inside
+        self._thread = 0  # the entering one, while inside
         self._labels: list[str] = []
         self._segments: tuple[Segment, ...] | None = None
         self._profile: profile | None = None  # CPU, while inside
@@ -107,19 +107,19 @@ class MemoryMeter:
             with _without_chatter():
                 self._profile.start()
             self._thread = threading.get_ident()
-            while self._ended:  # between the count of bytes and here, where nothing saw them go
+            while self._ended:  # freed between the count of bytes and here, unseen
                 self._start_bytes -= self._ended.pop()
         return self
 
     def _end(self, num_bytes: int) -> None:
-        """Note the end of a standing storage, or leave that to the thread that is seen."""
+        """Note the end of a standing storage, or defer to the thread that is seen."""
         if threading.get_ident() == self._thread:
             _note(f"{_END}{num_bytes}")
         else:
             self._ended.append(num_bytes)
 
     def mark(self, label: str) -> None:
-        """End the segment that runs, if any, and start the one called `label`."""
+        """End the running segment, if any, and start the one called `label`."""
         if not self._on_host:
             self._read()
         else:
@@ -139,7 +139,7 @@ class MemoryMeter:
                     peak_bytes=max(start, peak) + shift,
                     end_bytes=end + shift,
                 )
-                # One reading more than labels: the first one ended no segment.
+                # One reading more than labels: the first ends no segment.
                 for label, (_, start), (peak, end) in zip(
                     self._labels, self._readings, self._readings[1:], strict=False
                 )
@@ -156,7 +156,7 @@ class MemoryMeter:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments, in the order of the marks; RuntimeError before the meter has ended."""
+        """The segments, in order of marks; RuntimeError inside the with block."""
         if self._segments is None:
             raise RuntimeError("MemoryMeter: segments are known after the with block has ended")
         return self._segments
@@ -177,7 +177,7 @@ class MemoryMeter:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Drop what kineto prints to the process's standard error when it starts and stops."""
+    """Drop kineto's output to standard error at start and stop."""
     if sys.stderr is not None:  # a model may have closed it
         sys.stderr.flush()
     kept = os.dup(2)
@@ -192,11 +192,11 @@ def _without_chatter() -> Iterator[None]:
 
 
 PARTS = "_protrain_parts"
-"""The parts that a fake sparse tensor was made of: its own indices and values are empty."""
+"""The parts of a fake sparse tensor, whose own indices and values are empty."""
 
 
 def strided_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that have storages: for a sparse tensor its indices and values, in its place."""
+    """The tensors with storages: of a sparse tensor, its indices and values."""
     for tensor in tensors:
         if tensor.layout == torch.strided:
             yield tensor
@@ -214,7 +214,7 @@ def strided_parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def addresses(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """Where the storages behind tensors begin."""
+    """Addresses of the tensors' storages."""
     return frozenset(part.untyped_storage().data_ptr() for part in strided_parts(tensors))
 
 
@@ -236,39 +236,39 @@ def reachable_bytes(device: torch.device) -> int:
 
 
 def borrowing(view: torch.Tensor) -> torch.Tensor:
-    """Note a `view` of memory that it does not keep: it counts for nothing."""
+    """Mark a `view` of memory that it does not own: it counts for nothing."""
     setattr(view, _BORROWS, True)
     return view
 
 
 def reachable(device: torch.device) -> list[torch.Tensor]:
-    """All tensors on a device that Python can reach; fake ones are on none."""
+    """All tensors on a device that Python can reach, except fake ones."""
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     found: list[Any] = [_unwrapped(each) for each in tensors if _BORROWS not in each.__dict__]
-    with torch._C.DisableTorchFunctionSubclass():  # what stands for gradients refuses questions
-        real = [  # fake tensors and wrappers only say that they are on their device
+    with torch._C.DisableTorchFunctionSubclass():  # stand-ins for gradients refuse questions
+        real = [  # fake tensors and wrappers only claim to be on their device
             t for t in found if not (isinstance(t, FakeTensor) or is_traceable_wrapper_subclass(t))
         ]
         return [t for t in real if t.device == device]
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Unwrap a tensor of torch.func: a compiler may keep some. They have no storage."""
+    """Unwrap a torch.func tensor, which has no storage: a compiler may keep some."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are; some may have no memory, and be on `meta`."""
+    """The device of the model's parameters; some may be on `meta`."""
     return next(p.device for p in model.parameters() if not p.is_meta)
 
 
 def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tuple[Segment, ...]:
-    """Replay the allocation events of one profile between its marks.
+    """Replay one profile's allocation events between its marks.
 
-    Accounted per address, because the profiler remembers blocks across profiles: it reports the
-    release of a block that an earlier profile saw, and no release of one that none saw.
+    Accounted per address: the profiler remembers blocks across profiles, and reports the release of
+    a block seen by an earlier profile, but not of one that none saw.
     """
     assert finished.profiler is not None
     results = finished.profiler.kineto_results
@@ -279,7 +279,7 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
         events.append(stack.pop())
         stack += reversed(events[-1].children)
     events.sort(key=lambda event: event.start_time_ns)
-    rows: list[tuple[str, list[int]]] = []  # of each segment its label; start, peak and end
+    rows: list[tuple[str, list[int]]] = []  # each segment's label; start, peak and end
     sizes: dict[int, int] = {}  # address -> bytes of the live blocks seen
     live = start_bytes
     for event in events:
@@ -289,7 +289,7 @@ def _cpu_segments(finished: profile, labels: list[str], start_bytes: int) -> tup
             live -= int(event.name.removeprefix(_END))
         elif event.tag.name == "Allocation":
             block = event.extra_fields
-            # An allocation at a live address: another thread has freed the block meanwhile.
+            # An allocation at a live address: another thread has freed the block.
             live -= sizes.pop(block.ptr, 0)
             if block.alloc_size > 0:
                 sizes[block.ptr] = block.alloc_size
@@ -318,7 +318,7 @@ class ProcessMemory:
 
 
 def process_memory() -> ProcessMemory:
-    """Memory of this process now; OSError where there is no /proc/self/status."""
+    """This process's memory now; OSError without /proc/self/status."""
     fields: dict[str, int] = {}
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
@@ -332,7 +332,7 @@ def process_memory() -> ProcessMemory:
 
 
 def reset_peak_rss() -> None:
-    """Make `peak_resident_bytes` start again from the present resident bytes (Linux)."""
+    """Restart `peak_resident_bytes` from the present resident bytes (Linux)."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -350,11 +350,11 @@ def return_freed_memory(threshold_bytes: int = 65536) -> bool:
         libc = ctypes.CDLL("libc.so.6")
     except (OSError, ValueError):
         return False
-    settings = {  # by their numbers in glibc's malloc.h
+    settings = {  # by glibc's numbers in malloc.h
         -3: threshold_bytes,  # M_MMAP_THRESHOLD
-        -1: threshold_bytes,  # M_TRIM_THRESHOLD: turns off the habit of raising both on its own
-        -8: 1,  # M_ARENA_MAX: every further thread would take address space of its own
+        -1: threshold_bytes,  # M_TRIM_THRESHOLD: stops glibc from raising both
+        -8: 1,  # M_ARENA_MAX: each further thread would take its own address space
     }
     done = all(libc.mallopt(option, value) == 1 for option, value in settings.items())
-    libc.malloc_trim(0)  # what was freed before
+    libc.malloc_trim(0)  # earlier frees
     return done

@@ -1,7 +1,7 @@
-"""Before anything is allocated: whether this machine, and this process, have the room a plan takes.
+"""Checks before allocation: whether this machine and process have the plan's memory.
 
-A plan's predicted peaks are upper bounds, so a plan that passes here does not run out of what was
-there at the start. Where the system does not say how much there is, nothing is refused.
+A plan's predicted peaks are upper bounds: a plan that passes does not exceed the room at the start.
+Unknown room refuses nothing.
 """
 
 import os
@@ -27,11 +27,11 @@ PROBE_BYTES = 16 * 2**20
 """Written to the spill directory and read back, as the plan will: some 20 ms."""
 
 SLOW_FROM = 3.0
-"""Spilling alone takes so many predicted steps: no noise of a short probe, another file system."""
+"""Predicted steps that spilling alone takes: beyond a short probe's noise, another file system."""
 
 
 class NoRoomError(ProtrainError):
-    """There are `missing_bytes` less of memory than the plan takes."""
+    """Memory lacks `missing_bytes` for the plan."""
 
     exit_code: ClassVar[int] = 4
 
@@ -42,15 +42,13 @@ class NoRoomError(ProtrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The room before a run; None where the system does not say.
+    """The room before a run; None if unknown.
 
-    memory_bytes    RAM that can be had without swapping, within the process's control group
-    swap_bytes      free swap space: not for pinned memory
-    resident_bytes  of this process in RAM already
-    data_limit      its limit of private memory (RLIMIT_DATA)
-    device_bytes    what this process's allocator may have of an accelerator, context apart
-    disk_bytes      free in the spill directory
-    file_limit      the longest file that the process may write (RLIMIT_FSIZE)
+    memory_bytes    RAM available without swapping, within the process's control group swap_bytes
+    free swap space: not for pinned memory resident_bytes  of this process, already in RAM
+    data_limit      its limit of private memory (RLIMIT_DATA) device_bytes    available to this
+    process's allocator on an accelerator, without context disk_bytes      free in the spill
+    directory file_limit      the longest file that the process may write (RLIMIT_FSIZE)
     disk_is_memory  the spill directory is a tmpfs
     """
 
@@ -70,7 +68,7 @@ def ranks_here() -> int:
 
 
 def for_each(room: Room, num_ranks: int) -> Room:
-    """The part of each of a machine's ranks; process and device limits stay."""
+    """Each rank's part of a machine; process and device limits stay."""
     return replace(
         room,
         memory_bytes=room.memory_bytes and room.memory_bytes // num_ranks,
@@ -80,10 +78,10 @@ def for_each(room: Room, num_ranks: int) -> Room:
 
 
 def check_room(plan: Plan, room: Room, directory: Path) -> None:
-    """NoRoomError or ProtrainError where `plan` takes more than there is."""
+    """NoRoomError or ProtrainError if `plan` takes more than there is."""
     takes = plan.prediction.peak_bytes
     in_memory = takes.disk if room.disk_is_memory or plan.settings.page_cache_bytes else 0
-    # A plan for less memory would have more on that disk.
+    # A plan for less memory would use more of that disk.
     on_disk = (
         "name a spill directory on a disk" if room.disk_is_memory else "plan without --page-cache"
     )
@@ -97,7 +95,7 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
         _memory("this process", process, available, what)
         _memory("this process", process + in_memory, available, what, fix=on_disk)
     else:
-        # What is free is free beside this process's context, which is there by now.
+        # Free memory already excludes this process's context.
         _memory("the device", takes.reserved, room.device_bytes, "it has room for {}", "device")
         what = "the machine has {} left for pinned memory"
         _memory("host memory", takes.host, room.memory_bytes, what, "host")
@@ -119,7 +117,7 @@ def check_room(plan: Plan, room: Room, directory: Path) -> None:
 
 
 def check_free(num_bytes: int, device: torch.device) -> None:
-    """NoRoomError where parameters of `num_bytes` have no room beside what the device has now."""
+    """NoRoomError if the device has no room for `num_bytes` of parameters now."""
     room = room_here(device, Path.cwd())
     on_host = devices.on_host(device)
     left = _free_on_host(room, room.swap_bytes) if on_host else room.device_bytes
@@ -150,7 +148,7 @@ def _memory(
 
 
 def room_here(device: torch.device, directory: Path) -> Room:
-    """Return what this machine and this process have now."""
+    """The present room of this machine and process."""
     free = None if devices.on_host(device) else devices.room_bytes(device)
     if not sys.platform.startswith("linux"):
         return Room(device_bytes=free)
@@ -161,9 +159,9 @@ def room_here(device: torch.device, directory: Path) -> Room:
     memory, swap = _memory_and_swap()
     try:
         disk = os.statvfs(directory) if directory.is_dir() else None
-    except OSError:  # the store says what is wrong there
+    except OSError:  # the store reports the error
         disk = None
-    mounts: dict[str, str] = {}  # types of file systems; the last mount at a place is seen
+    mounts: dict[str, str] = {}  # file system types; the last mount at a place is visible
     for line in Path("/proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
         fields, _, kind = line.partition(" - ")
         mounts[fields.split()[4]] = kind.split()[0]
@@ -188,7 +186,7 @@ def free_host_bytes() -> int:
 
 
 def _free_on_host(room: Room, swap_bytes: int) -> int | None:
-    """Return what is left of the machine's memory and the process's limit; None without either."""
+    """The room left in the machine's memory and the process's limit; None if both are unknown."""
     left: list[int] = []
     if room.memory_bytes is not None:
         left.append(room.memory_bytes + swap_bytes)
@@ -198,7 +196,7 @@ def _free_on_host(room: Room, swap_bytes: int) -> int | None:
 
 
 def _memory_and_swap() -> tuple[int, int]:
-    """MemAvailable and SwapFree, both within what a control group leaves."""
+    """MemAvailable and SwapFree, both within the control group's limit."""
     fields = dict(
         line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines()
     )
@@ -208,14 +206,14 @@ def _memory_and_swap() -> tuple[int, int]:
         limit = int((group / "memory.max").read_text())
         current = int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        left = limit - current + int(stat["inactive_file"])  # the page cache gives way
+        left = limit - current + int(stat["inactive_file"])  # the page cache yields
     except (OSError, ValueError, KeyError):  # no group, no limit ("max"), or an older kernel
         return memory, swap
     return min(memory, left), 0 if left < memory else swap
 
 
 def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
-    """Warn where a step's spilling takes far longer here than the whole step was predicted to."""
+    """Warn if a step's spilling takes far longer here than the predicted step."""
     if plan.prediction.peak_bytes.disk < PROBE_BYTES:
         return
     view = memoryview(bytearray(PROBE_BYTES))
@@ -225,7 +223,7 @@ def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
             start = time.perf_counter()
             file.write(place, view)
             file.read(place, view)
-    except OSError:  # no room for the probe: the plan's own is reserved already
+    except OSError:  # no room for the probe: the plan's is already reserved
         return
     message = slow_disk(plan, time.perf_counter() - start)
     if message:
@@ -233,7 +231,7 @@ def warn_of_slow_disk(plan: Plan, directory: Path) -> None:
 
 
 def warn_of_threads(plan: Plan, num_threads: int) -> None:
-    """Warn where this process updates with another number of threads than the plan counts on."""
+    """Warn if this process updates with another number of threads than planned."""
     seconds, planned = plan.prediction.host_update_seconds, plan.prediction.host_update_threads
     if planned not in (0, num_threads):
         here = format_seconds(seconds * planned / num_threads)
@@ -246,7 +244,7 @@ def warn_of_threads(plan: Plan, num_threads: int) -> None:
 
 
 def slow_disk(plan: Plan, probe_s: float) -> str | None:
-    """Say so where a step's bytes on disk take long, as PROBE_BYTES took `probe_s` seconds."""
+    """The warning if a step's disk transfers are slow, at PROBE_BYTES in `probe_s`."""
     spilled = plan.prediction.peak_bytes.disk
     seconds = spilled / PROBE_BYTES * probe_s
     if seconds < SLOW_FROM * plan.prediction.step_seconds:

@@ -1,16 +1,14 @@
-"""A spill file: one unnamed file, read and written past the page cache wherever that can be.
+"""A spill file: one unnamed file, bypassing the page cache if possible.
 
 Transfers through the page cache are fast while they fit into free memory, and as slow as the disk
-beyond. Direct I/O (O_DIRECT) has one speed, the disk's, and takes no memory that a plan does not
-know.
+beyond. Direct I/O (O_DIRECT) always has the disk's speed, and takes no memory unknown to a plan.
 
-[Note: whole blocks and their edges]
-Direct I/O takes whole blocks of the file, at addresses that the device can read. A range of a chunk
-begins and ends anywhere, so its first and last block may be others' in part. To write such an
-*edge* the block is read, changed and written back, one thread at a time. What lies between moves by
-requests of up to REQUEST_BYTES, several at a time: from and to the caller's own memory where its
-address allows that, else through an aligned staging buffer. Who reads a part of a block while
-another part is written gets its own bytes from either of the two.
+[Note: whole blocks and their edges] Direct I/O moves whole blocks of the file, at addresses that
+the device can read. A chunk's range may begin and end anywhere, so its first and last block may be
+shared. To write such an *edge* the block is read, changed and written back, one thread at a time.
+The rest moves in requests of up to REQUEST_BYTES, several at a time: to and from the caller's
+memory if its address allows, else through an aligned staging buffer. A reader of one part of a
+block gets its own bytes before and after another part's write.
 """
 
 import ctypes
@@ -43,10 +41,10 @@ _PAGE = mmap.PAGESIZE
 
 
 class Alignment(NamedTuple):
-    """The needs of direct I/O: where memory begins, and which blocks of the file move, in bytes.
+    """The needs of direct I/O: memory alignment, and the file's block size, in bytes.
 
-    Powers of two. A block is one of the file system's where the device would take smaller ones:
-    parts of its blocks are written one at a time.
+    Powers of two. A block is the file system's, even if the device would take smaller ones: parts
+    of its blocks are written one at a time.
     """
 
     memory: int
@@ -54,11 +52,11 @@ class Alignment(NamedTuple):
 
 
 class SpillFile:
-    """An unnamed file in `directory`: it has no directory entry, and ends with the process.
+    """An unnamed file in `directory`: no directory entry, and it ends with the process.
 
-    `direct` says whether the page cache is passed by. Where it is not, `reason` says why: what was
-    asked for (`cached`), or what the system answered. Any thread may read and write; ranges that
-    are in use at the same time do not overlap, or are only read. OSError where the system refuses.
+    `direct`: the page cache is bypassed; otherwise `reason` says why: by request (`cached`), or the
+    system's answer. Any thread may read and write; ranges in use at the same time do not overlap,
+    or are only read. OSError if the system refuses.
     """
 
     def __init__(self, directory: Path, *, cached: bool = False) -> None:
@@ -75,7 +73,7 @@ class SpillFile:
 
     @property
     def direct(self) -> bool:
-        """Whether the page cache is passed by."""
+        """Whether the page cache is bypassed."""
         return not self.reason
 
     def fileno(self) -> int:
@@ -83,7 +81,7 @@ class SpillFile:
         return self._file.fileno()
 
     def _open_direct(self) -> str:
-        """Open the same file for direct I/O, in its place; returns why it cannot be."""
+        """Reopen the file for direct I/O; returns the reason if impossible."""
         flag = getattr(os, "O_DIRECT", None)
         if flag is None:
             return "this system has no direct I/O"
@@ -108,7 +106,7 @@ class SpillFile:
         return ""
 
     def reserve(self, num_bytes: int) -> int:
-        """Room for `num_bytes` more, in blocks of its own (`file_bytes`); returns its offset."""
+        """Reserve `num_bytes` more, in blocks of their own (`file_bytes`); returns the offset."""
         start, block = self.num_bytes, self.alignment.block
         if not num_bytes:
             return start
@@ -118,8 +116,8 @@ class SpillFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self.direct:
                 raise
-            # Where files cannot be allocated the C library writes single bytes, which direct
-            # I/O refuses: a disk that is full says so when it is written.
+            # Without file allocation the C library writes single bytes, which direct I/O refuses: a
+            # full disk then fails at the write.
             self._file.truncate(end)
         self.num_bytes = end
         return start + region_begin(num_bytes, block)
@@ -132,7 +130,7 @@ class SpillFile:
             return
 
         def fill(start: int, stop: int) -> None:
-            """Read a range: straight to its place, or whole blocks to staging and from there."""
+            """Read a range: directly, or as whole blocks through staging."""
             part = target[start - offset : stop - offset]
             if self._suits(start, stop, part):
                 self._pread(start, part)
@@ -172,13 +170,13 @@ class SpillFile:
         requests.run(bring, list(_spans(low, high)))
 
     def close(self) -> None:
-        """Free the file; what is in flight has ended before."""
+        """Free the file; transfers have ended before."""
         if self._requests is not None:
             self._requests.close()
         self._file.close()
 
     def _cuts(self, offset: int, end: int, target: memoryview) -> list[tuple[int, int]]:
-        """The ranges to read: edges by themselves only where what is between needs no staging."""
+        """The ranges to read: separate edges only if the middle needs no staging."""
         block = self.alignment.block
         low, high = in_blocks(offset, block), end // block * block
         if high <= low or not self._suits(low, high, target[low - offset : high - offset]):
@@ -203,7 +201,7 @@ class SpillFile:
             view, offset = view[count:], offset + count
 
     def _whole(self, count: int, wanted: int, reason: str) -> int:
-        """Return how far to go on: a request that was cut short goes on at a whole block."""
+        """The bytes done: a truncated request continues at a whole block."""
         if count < wanted:
             count = count // self.alignment.block * self.alignment.block
         if count == 0:
@@ -220,7 +218,7 @@ def _spans(low: int, high: int) -> Iterator[tuple[int, int]]:
 
 
 class _Edges:
-    """Changes parts of blocks one at a time; keeps EDGE_BYTES of the last for the next change."""
+    """Changes parts of blocks one at a time; caches EDGE_BYTES of the last for the next change."""
 
     def __init__(
         self,
@@ -230,19 +228,19 @@ class _Edges:
     ) -> None:
         self._block, self._pread, self._pwrite = block, pread, pwrite
         self._memory = memoryview(mmap.mmap(-1, EDGE_BYTES))
-        # By place in memory, the number of the block that is kept there; -1 for none. A block has
-        # one place, so that it takes the room of another one that has the same.
+        # By cache slot, the cached block's number; -1: empty. Each block has one slot and evicts
+        # the block there.
         self._kept = [-1] * (EDGE_BYTES // block)
         self._lock = threading.Lock()
 
     def change(self, offset: int, source: memoryview) -> None:
-        """Change a range inside one block, on the disk."""
+        """Change a range inside one block, on disk."""
         number, start = divmod(offset, self._block)
         place = number % len(self._kept)
         held = self._memory[place * self._block :][: self._block]
         with self._lock:
             known = self._kept[place] == number
-            self._kept[place] = -1  # it may differ from the file until it is written
+            self._kept[place] = -1  # may differ from the file until written
             if not known:
                 self._pread(number * self._block, held)
             held[start : start + len(source)] = source
@@ -258,7 +256,7 @@ class _Edges:
 
 
 class _Requests:
-    """Runs several requests at a time, by the caller's thread and helpers that are free."""
+    """Runs several requests at a time, on the caller's thread and free helpers."""
 
     def __init__(self, edges: _Edges) -> None:
         self.edges = edges
@@ -271,7 +269,7 @@ class _Requests:
 
     @contextmanager
     def staging(self) -> Iterator[memoryview]:
-        """An aligned buffer of REQUEST_BYTES, inside; waits until one is free."""
+        """An aligned buffer of REQUEST_BYTES inside; waits until one is free."""
         room = self._rooms.get()
         try:
             yield room
@@ -279,7 +277,7 @@ class _Requests:
             self._rooms.put(room)
 
     def run(self, work: Callable[[int, int], None], spans: list[tuple[int, int]]) -> None:
-        """Do `work` on every range; an error is raised when all that began has ended."""
+        """Run `work` on every range; raises an error when all started ones have ended."""
         if len(spans) < NUM_REQUESTS:
             for start, stop in spans:
                 work(start, stop)
@@ -288,10 +286,10 @@ class _Requests:
 
         def take_part() -> None:
             try:
-                for start, stop in left:  # each thread the next one that no other has taken
+                for start, stop in left:  # each thread takes the next range
                     work(start, stop)
             except BaseException:
-                deque(left, maxlen=0)  # what follows a failure is left out
+                deque(left, maxlen=0)  # a failure skips the rest
                 raise
 
         with self._start:
@@ -320,7 +318,7 @@ def _address(view: memoryview) -> int:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy as many bytes as `source` has, while other threads run: slices would hold them up."""
+    """Copy `source`'s bytes without the GIL: slices would block other threads."""
     ctypes.memmove(_address(target), _address(source), len(source))
 
 
@@ -330,8 +328,8 @@ _STATX_BYTES, _MASK_AT, _DIO_AT = 256, 0, 0x98
 
 
 def _alignment(descriptor: int) -> Alignment:
-    """The alignment that the system tells, or a page and a block; OSError if none."""
-    size = os.fstat(descriptor).st_blksize  # a network file system may name 1 MiB, or an odd size
+    """The alignment from the system, or a page and a block; OSError if none."""
+    size = os.fstat(descriptor).st_blksize  # a network file system may report 1 MiB, or an odd size
     block = max(_PAGE, size) if size & (size - 1) == 0 and size <= 2**16 else _PAGE
     statx = getattr(ctypes.CDLL(None), "statx", None)
     found = ctypes.create_string_buffer(_STATX_BYTES)

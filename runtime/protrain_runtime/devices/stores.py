@@ -1,7 +1,6 @@
-"""Stores: where bytes live below the device. One address space of bytes per store.
+"""Stores: bytes below the device, in one address space per store.
 
-Host memory is a set of buffers (pinned where there is a device to copy to). Disk is one unnamed
-file.
+Host memory is a set of buffers (pinned beside a device to copy to). Disk is one unnamed file.
 """
 
 import ctypes
@@ -25,20 +24,20 @@ from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.spill_file import SpillFile
 
 Pairs = Sequence[tuple[int, torch.Tensor]]
-"""Offsets in a store, and tensors beside it: uint8, contiguous, on the device or the host."""
+"""Offsets in a store, and tensors to copy: uint8, contiguous, on the device or the host."""
 
 
 MANY_VIEWS = 10_000
-"""Views of a store that are kept at most."""
+"""Most cached views of a store."""
 
 
 class HostStore:
     """A tier in host memory. Every reservation is a buffer of exactly its size.
 
     [Note: reads and writes of a store] Reads and writes may overlap if their ranges do not. `read`
-    and `write` have ended when they return. A lane uses `start_read` and `start_write`: what the
-    hardware can do by itself is only submitted to the current stream, and the lane's ticket tells
-    its end. Until then neither side may be freed, nor the host's be read.
+    and `write` return when done. Lanes use `start_read` and `start_write`, which only submit
+    hardware copies to the current stream; the lane's ticket signals their end. Until then neither
+    side may be freed, nor the host's be read.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -46,14 +45,14 @@ class HostStore:
         self._starts: list[int] = []  # of the buffers, ascending
         self._buffers: list[torch.Tensor] = []  # uint8 [bytes]
         self._views: dict[tuple[int, int], torch.Tensor] = {}  # by offset and bytes
-        self.num_bytes = 0  # how far the store reaches
+        self.num_bytes = 0  # the store's end
 
     def reserve(self, num_bytes: int) -> int:
-        """Room for `num_bytes` more; returns its offset. ProtrainError where there is none."""
+        """Reserve `num_bytes` more; returns the offset. ProtrainError if there is no room."""
         return self.hold(self._empty(num_bytes))
 
     def hold(self, buffer: torch.Tensor) -> int:
-        """Take a buffer that there is as a reservation; returns its offset.  # uint8 [bytes]"""
+        """Take an existing buffer as a reservation; returns its offset.  # uint8 [bytes]"""
         offset = self.num_bytes
         self._starts.append(offset)
         self._buffers.append(buffer)
@@ -67,19 +66,19 @@ class HostStore:
         return self._buffers[index][start : start + num_bytes]
 
     def views(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """`view` of offsets and bytes that are mostly the same in every step."""
-        if len(self._views) > MANY_VIEWS:  # of batches that differ
+        """`view` of offsets and bytes that mostly repeat in every step."""
+        if len(self._views) > MANY_VIEWS:  # from varying batches
             self._views = {}
         known = self._views
         if new := [place for place in places if place not in known]:
-            with torch.inference_mode(mode=False):  # who writes to it may be in none
+            with torch.inference_mode(mode=False):  # writers may be outside inference mode
                 known.update((place, self.view(*place)) for place in new)
         return [known[place] for place in places]
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         """Copy `source` (uint8, contiguous, on the device or the host) to the store."""
-        # A copy from here may still be running, of an evaluation whose output was not read: the
-        # device's own copies queue behind it, the host's would not.
+        # A copy from here may still run, for an evaluation whose output was not read: the device's
+        # own copies queue behind it, the host's would not.
         if devices.on_host(source.device):
             devices.synchronize(self._backend.device)
         self.view(offset, source.numel()).copy_(source)
@@ -97,8 +96,8 @@ class HostStore:
         target.copy_(self.view(offset, target.numel()), non_blocking=True)
 
     def close(self) -> None:
-        """Free everything. What is in flight has ended before."""
-        devices.synchronize(self._backend.device)  # pages are not unpinned under a copy
+        """Free everything; transfers have ended before."""
+        devices.synchronize(self._backend.device)  # pages stay pinned during copies
         self._starts.clear()
         self._buffers.clear()
         self._views.clear()
@@ -113,16 +112,12 @@ class DeviceStore(HostStore):
 
 
 class CommonStore(HostStore):
-    """Host memory that `count` processes share, in one file without a name.
-
-    Nothing in it changes but by `write`, which goes through the file: who reads has waited for who
-    writes.
-    """
+    """Host memory that `count` processes share, in an unnamed file; only `write` changes it."""
 
     def __init__(self, backend: Backend, descriptor: int, num_bytes: int, count: int) -> None:
         super().__init__(backend)
         self._descriptor = descriptor
-        self.part_bytes = -(-num_bytes // count)  # of this process
+        self.part_bytes = -(-num_bytes // count)  # this process's
         self.hold(backend.map_common(descriptor, num_bytes))
 
     def write(self, offset: int, source: torch.Tensor) -> None:
@@ -140,8 +135,8 @@ class CommonStore(HostStore):
 class DiskStore:
     """A tier in one unnamed file in `directory`: see `spill_file.py`.
 
-    See [Note: reads and writes of a store]. Between the file and an accelerator bytes pass through
-    pinned memory of the calling thread. `cached`: through the page cache, which the plan counts.
+    See [Note: reads and writes of a store]. Bytes between the file and an accelerator pass through
+    the calling thread's pinned memory. `cached`: through the page cache, which the plan counts.
     """
 
     def __init__(
@@ -161,12 +156,12 @@ class DiskStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file on the disk."""
+        """Bytes of the file on disk."""
         return self._file.num_bytes
 
     @property
     def buffered(self) -> str:
-        """Why bytes go through the page cache; empty where they do not."""
+        """The reason to use the page cache; empty: it is bypassed."""
         return self._file.reason
 
     @property
@@ -200,7 +195,7 @@ class DiskStore:
         else:
             self._passage.up(offset, target, self._read)
 
-    start_write, start_read = write, read  # files are the thread's own work
+    start_write, start_read = write, read  # file transfers run on the thread itself
 
     @property
     def _passage(self) -> "_Passage":
@@ -236,10 +231,10 @@ class DiskStore:
 
 
 class _Passage:
-    """Two halves of pinned memory: while the file has one, the device copies the other.
+    """Two halves of pinned memory: the file uses one while the device copies the other.
 
-    Bytes are cut where their offsets are multiples of a half, and lie in one as they do in the
-    file: so blocks of the file are blocks of memory, which direct I/O asks for.
+    Bytes are cut at offsets that are multiples of a half, and keep their place in it: blocks of the
+    file are blocks of memory, as direct I/O requires.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -252,7 +247,7 @@ class _Passage:
     def down(
         self, offset: int, source: torch.Tensor, write: Callable[[int, torch.Tensor], None]
     ) -> None:
-        """Copy from the device, in the current stream, and hand every part to `write`."""
+        """Copy from the device, on the current stream, and pass every part to `write`."""
         pending: tuple[int, torch.Tensor, torch.Event] | None = None
         for start, half in self._parts(offset, source.numel()):
             begin = start - offset
@@ -269,11 +264,11 @@ class _Passage:
     def up(
         self, offset: int, target: torch.Tensor, read: Callable[[int, torch.Tensor], None]
     ) -> None:
-        """Fill every part with `read`, and copy it to the device in the current stream."""
+        """Fill every part by `read`, and copy it to the device on the current stream."""
         gone: list[torch.Event] = []
         for start, half in self._parts(offset, target.numel()):
             if len(gone) > 1:
-                gone[-2].synchronize()  # the half is the device's until then
+                gone[-2].synchronize()  # until then the device uses the half
             read(start, half)
             begin = start - offset
             target[begin : begin + half.numel()].copy_(half, non_blocking=True)
@@ -282,7 +277,7 @@ class _Passage:
             event.synchronize()
 
     def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Where each part begins in the file, and its room; halves by turns."""
+        """Each part's offset in the file, and its buffer; halves alternate."""
         size, end, number = PASSAGE_BYTES // 2, offset + num_bytes, 0
         while offset < end:
             place = offset % size
@@ -292,12 +287,12 @@ class _Passage:
 
 
 Store = HostStore | DiskStore
-"""Where a tier's bytes lie, at offsets."""
+"""A tier's bytes, at offsets."""
 
 
 def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
-    """Make a function that starts the same reads, or writes, at each call."""
-    if type(store) is HostStore and pairs:  # others look at the bytes, one pair after the other
+    """A function that starts the same reads or writes at each call."""
+    if type(store) is HostStore and pairs:  # others inspect the bytes pair by pair
         beside = [tensor for _, tensor in pairs]
         inside = store.views([(offset, tensor.nbytes) for offset, tensor in pairs])
         filled, taken = (inside, beside) if writes else (beside, inside)
@@ -307,27 +302,24 @@ def copies(store: Store, pairs: Pairs, *, writes: bool) -> Callable[[], None]:
 
 
 def do_all(works: Sequence[Callable[[], None]]) -> None:
-    """Do works one after the other."""
+    """Do works one by one."""
     for work in works:
         work()
 
 
 class SplitStore(HostStore):
-    """Host memory and a disk as one store, whose ranges lie in one of the two.
-
-    What the optimizer reads and writes is in host memory; `reads` brings both to the device.
-    """
+    """Host memory and disk as one store: updates use host memory, `reads` both."""
 
     def __init__(self, backend: Backend, near: Store, far: Store) -> None:
         super().__init__(backend)
         self._stores = near, far
-        self._places: list[tuple[Store, int]] = []  # of the ranges: stores, and offsets there
+        self._places: list[tuple[Store, int]] = []  # by range: stores, and offsets there
 
     def reserve(self, num_bytes: int) -> int:
         return self.reserve_ranges([(num_bytes, False)])
 
     def reserve_ranges(self, ranges: Sequence[tuple[int, bool]]) -> int:
-        """Room for consecutive ranges of so many bytes, on the disk or not; the first's offset."""
+        """Reserve consecutive ranges by bytes and whether on disk; returns the first's offset."""
         first = self.num_bytes
         sizes = [sum(size for size, far in ranges if far == on_disk) for on_disk in (False, True)]
         offsets = [
@@ -335,7 +327,7 @@ class SplitStore(HostStore):
         ]
         before: bool | None = None
         for size, far in ranges:
-            if far != before:  # what follows in the same store is one range with it
+            if far != before:  # neighbours in the same store are one range
                 self._starts.append(self.num_bytes)
                 self._places.append((self._stores[far], offsets[far]))
             before = far
@@ -344,7 +336,7 @@ class SplitStore(HostStore):
         return first
 
     def divided(self, pairs: Pairs) -> dict[Store, list[tuple[int, torch.Tensor]]]:
-        """The same bytes by the stores that they lie in, at their offsets there."""
+        """The bytes by store, at their offsets there."""
         found: dict[Store, list[tuple[int, torch.Tensor]]] = {}
         for offset, tensor in pairs:
             done, index = 0, bisect_right(self._starts, offset) - 1
@@ -359,7 +351,7 @@ class SplitStore(HostStore):
         return found
 
     def reads(self, pairs: Pairs, tier: StateTier | None) -> Callable[[], None]:
-        """Make a function that starts these reads, of what lies on a tier; None: of all."""
+        """A function that starts these reads, from one tier; None: from all."""
         works = [
             copies(store, own, writes=False)
             for store, own in self.divided(pairs).items()
@@ -389,11 +381,11 @@ TIERS: dict[StateTier, Callable[[Backend, Path, bool], Store]] = {
     "host": lambda backend, *_: HostStore(backend),
     "disk": lambda backend, directory, cached: DiskStore(directory, backend, cached=cached),
 }
-"""A factory of a tier's store: a new tier is one entry."""
+"""A factory per tier: a new tier is one entry."""
 
 
 class Stores:
-    """One store per tier, opened when first asked for."""
+    """One store per tier, opened at first use."""
 
     def __init__(self, backend: Backend, directory: Path, *, cached: bool = False) -> None:
         self._backend, self._directory, self._cached = backend, directory, cached
@@ -411,7 +403,7 @@ class Stores:
         return SplitStore(self._backend, self.get("host"), self.get("disk"))
 
     def share(self, descriptor: int, num_bytes: int, count: int) -> CommonStore:
-        """Open the memory of a file that `count` processes share."""
+        """Map the memory of a file that `count` processes share."""
         self._common = CommonStore(self._backend, descriptor, num_bytes, count)
         return self._common
 
@@ -434,7 +426,7 @@ class Stores:
 
 @contextmanager
 def in_rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor's bytes, row-major; what is written to them inside is the tensor's.  # uint8"""
+    """A tensor's bytes, row-major; writes inside reach the tensor.  # uint8"""
     own = tensor.detach()
     dense = own.contiguous()
     yield dense.view(-1).view(torch.uint8)
@@ -443,7 +435,7 @@ def in_rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 CPU tensor, which it keeps alive."""
+    """The memory of a contiguous uint8 CPU tensor, kept alive by it."""
     assert tensor.is_contiguous() and tensor.dtype == torch.uint8
     if tensor.numel() == 0:
         return memoryview(b"")

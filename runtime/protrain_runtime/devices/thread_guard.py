@@ -1,12 +1,12 @@
-"""Who may use a planned model now: one thread at a time, in the process that prepared it.
+"""Use of a planned model by one thread at a time, in the process that prepared it.
 
-A step is one thread's: its forwards, its backwards and its `optimizer.step()`. Steps may come from
-different threads, one after the other. A call during another thread's step, or while another thread
-evaluates, saves or loads, is refused, and the other thread goes on. Autograd reports backward by
-calling hooks in threads of its own: those own no step, and are never refused.
+A step belongs to one thread: its forwards, backwards and `optimizer.step()`. Steps may come from
+different threads in turn. A call during another thread's step, evaluation, save or load is refused,
+and the other thread continues. Autograd calls hooks of backward in its own threads: those own no
+step, and are never refused.
 
-A forked process has none of the threads that carry transfers out, and shares the spill file with
-the process that goes on: what would need either is refused there.
+A forked process has none of the transfer threads, and shares the spill file with its parent: calls
+that need either are refused there.
 """
 
 import threading
@@ -26,34 +26,34 @@ Result = TypeVar("Result")
 
 
 class ThreadGuardError(ProtrainError, RuntimeError):
-    """The model is another thread's now, or another process's."""
+    """The model belongs to another thread or process now."""
 
 
 class ThreadGuard:
-    """`graph_lives`: whether a backward may come yet through the last forward.
+    """`graph_lives`: whether a backward may still come through the last forward.
 
-    Nothing here looks at a tensor: the other thread may be changing it, and a gradient that is read
-    while it is dropped is a crash.
+    Never looks at a tensor: the other thread may be changing it, and reading a gradient while it is
+    dropped crashes.
     """
 
     def __init__(self, graph_lives: Callable[[], bool]) -> None:
         self._process = forks()
         self._graph_lives = graph_lives
-        # What holds the model, as long as that runs. A dict, whose `setdefault` cannot be cut in
-        # two: a lock could be held by another thread when the process is forked.
+        # The current holder. A dict, whose `setdefault` is atomic: a lock could be held by another
+        # thread at a fork.
         self._now: dict[None, tuple[threading.Thread, str]] = {}
         self._step_of: threading.Thread | None = None
-        self.stepped = True  # `optimizer.step()` of the last step has ended
+        self.stepped = True  # the last step's `optimizer.step()` has ended
         self.gradients = False  # a backward has left some, not dropped yet
-        self.num_steps = 0  # training forwards that have begun
+        self.num_steps = 0  # training forwards begun
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the one that prepared the model."""
+        """Whether this process is a fork of the preparing one."""
         return forks() != self._process
 
     def at_home(self, what: str, needed: Collection[object]) -> None:
-        """ThreadGuardError, saying `what`, where a forked process needs what it does not have."""
+        """ThreadGuardError, with `what`, if a forked process needs missing parts."""
         if needed and self.forked:
             raise ThreadGuardError(
                 f"{what} in a forked process: the transfers of the plan are carried out by threads"
@@ -63,7 +63,7 @@ class ThreadGuard:
             )
 
     def check(self, what: str, *, step: bool = False) -> None:
-        """ThreadGuardError, saying `what`, if another thread uses the model or has gradients."""
+        """ThreadGuardError, with `what`, if another thread uses the model or has gradients."""
         holder = self._now.get(None)
         if holder is not None and _is_another(holder[0]) and not self.forked:
             raise _refused(what, holder[0], holder[1])
@@ -73,23 +73,23 @@ class ThreadGuard:
 
     @property
     def of_another(self) -> bool:
-        """Whether a step of another thread is under way."""
+        """Whether another thread's step is under way."""
         if self.stepped or not self._foreign():
             return False
         return self._graph_lives() or self.gradients
 
     def _foreign(self) -> bool:
-        """Whether the last step was of another thread, that may go on with it."""
+        """Whether the last step belongs to another thread, which may continue it."""
         owner = self._step_of
         return owner is not None and _is_another(owner) and not self.forked
 
     @contextmanager
     def taken(self, what: str, doing: str, *, step: bool = False) -> Iterator[None]:
-        """Hold the model for `doing`; ThreadGuardError, saying `what`, if another thread has it."""
+        """Hold the model for `doing`; ThreadGuardError, with `what`, if another thread has it."""
         mine = threading.current_thread(), doing
         holder = self._now.setdefault(None, mine)
         if holder is not mine and not holder[0].is_alive():
-            self._now[None] = holder = mine  # of a process that this one was forked from
+            self._now[None] = holder = mine  # from the process before the fork
         try:
             self.check(what, step=step)
             if step:
@@ -106,7 +106,7 @@ def guarded(
 ) -> Callable[
     [Callable[Concatenate[Owner, Rest], Result]], Callable[Concatenate[Owner, Rest], Result]
 ]:
-    """Make a function hold its first argument's model, if that follows a plan."""
+    """Make a function hold its first argument's planned model."""
 
     def held(
         function: Callable[Concatenate[Owner, Rest], Result],
@@ -123,7 +123,7 @@ def guarded(
 
 
 def watch_zero_grad(model: nn.Module, thread_guard: ThreadGuard) -> Callable[[], None]:
-    """Refuse `model.zero_grad()` in another thread's step, else note it; returns the undo."""
+    """Refuse `model.zero_grad()` during another thread's step, else note it; returns the undo."""
     drop: Callable[[bool], None] = model.zero_grad
 
     def zero_grad(set_to_none: bool = True) -> None:

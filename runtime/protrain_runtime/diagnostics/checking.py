@@ -1,9 +1,9 @@
-"""`check="bitwise"`: the first steps beside a plain copy of the model, which must compute the same.
+"""`check="bitwise"`: the first steps beside a plain copy of the model, compared bit for bit.
 
-The copy trains on the same batches, from the same random states and with the gradients that the
-training loop gave the model's outputs, so that the loop's own loss needs no second look. Compared
-are the outputs, the gradients that can be read after backward, and the parameters after the step.
-The copy takes the memory that plain training takes.
+The copy trains on the same batches, from the same random states, with the gradients that the
+training loop gave the model's outputs: the loop's own loss runs once. Compared are the outputs, the
+gradients readable after backward, and the parameters after the step. The copy takes plain
+training's memory.
 """
 
 import copy
@@ -29,29 +29,29 @@ from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradien
 from protrain_runtime.states.stepping import options_of
 
 CHECKED_STEPS = 3
-"""The second step is the first that reads optimizer states, the third that reads what it wrote."""
+"""The second step is the first to read optimizer states, the third to read its writes."""
 
 
 class DifferenceError(ProtrainError):
-    """A step under the plan computed other bits than plain PyTorch."""
+    """A planned step's bits differ from plain PyTorch's."""
 
     exit_code: ClassVar[int] = 1
 
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """A forward as it was called, what it returned, and the gradients that came back for that."""
+    """A forward's call, its result, and the result's gradients."""
 
     args: Any
     kwargs: Any
-    set_random_states: Callable[[], None]  # to those that it began with
-    autocast: Callable[[], torch.autocast]  # as it was around the forward
+    set_random_states: Callable[[], None]  # to the forward's first ones
+    autocast: Callable[[], torch.autocast]  # as around the forward
     outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     gradients: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
 
 
 def _random_states(device: torch.device) -> Callable[[], None]:
-    """Return what sets the generators' states, on the host and an accelerator, to those of now."""
+    """Return a function that restores the present random states, of host and accelerator."""
     host, own = torch.get_rng_state(), devices.random_state(device)
 
     def set_again() -> None:
@@ -62,7 +62,7 @@ def _random_states(device: torch.device) -> Callable[[], None]:
 
 
 class _Tap(torch.autograd.Function):
-    """Hands tensors on, and tells of the gradients that come back for them from outside."""
+    """Passes tensors on, and reports their gradients from outside."""
 
     @staticmethod
     def forward(
@@ -86,7 +86,7 @@ class Check:
         model: nn.Module,
         planned: PlannedOptimizer,
         plan: Plan,
-        backends: Mapping[str, str],  # of what is to be compiled, by path
+        backends: Mapping[str, str],  # of blocks to compile, by path
     ) -> None:
         self._model, self._planned = model, planned
         self._plain = copy.deepcopy(model)
@@ -102,7 +102,7 @@ class Check:
         )
         self._device = next(model.parameters()).device
         self._micro_batches: list[_MicroBatch] = []
-        self._gradients: Mapping[str, torch.Tensor] = {}  # after the last backward, as it left them
+        self._gradients: Mapping[str, torch.Tensor] = {}  # as left by the last backward
         self._steps = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -125,11 +125,11 @@ class Check:
         self._plain.load_state_dict(own, strict=False)
 
     def pair(self) -> tuple[nn.Module, torch.optim.Optimizer] | None:
-        """The copy and its optimizer, which load what the model loads; None after the check."""
+        """The copy and its optimizer, which load whatever the model loads; None after the check."""
         return (self._plain, self._optimizer) if self._undo else None
 
     def stop(self) -> None:
-        """Take everything off the model again, and drop the copy; a second time does nothing."""
+        """Remove all hooks from the model, and drop the copy; idempotent."""
         if self._undo:
             while self._undo:
                 self._undo.pop()()
@@ -152,7 +152,7 @@ class Check:
 
         def tell(gradients: Sequence[torch.Tensor | None]) -> None:
             called.gradients = [None if g is None else g.clone() for g in gradients]
-            # Called when backward has ended, and then once more after the engine has seen that.
+            # Called at the end of backward, then again after the engine's callback.
             end = torch.autograd.Variable._execution_engine.queue_callback
             end(lambda: end(self._after_backward))
 
@@ -165,7 +165,7 @@ class Check:
         self._gradients = {name: gradient.clone() for name, gradient in readable}
 
     def _begin_step(self, _: object, args: Any, kwargs: Any) -> Any:
-        """Take the copy's step as far as gradients, after the closure of a step that has one."""
+        """Run the copy's step up to gradients, after the step's closure, if any."""
         own = inspect.signature(type(self._planned).step).bind(*args, **kwargs)
         if (closure := own.arguments.get("closure")) is None:
             self._before_step()
@@ -180,7 +180,7 @@ class Check:
         return own.args, own.kwargs
 
     def _before_step(self) -> None:
-        # A scheduler may have changed the groups' options, and the step that comes may write them.
+        # A scheduler may have changed the groups' options, and the next step may write them.
         planned = options_of(self._planned)
         for mine, theirs in zip(self._optimizer.param_groups, planned, strict=True):
             mine.update(theirs)
@@ -242,13 +242,13 @@ def _copied(leaf: Any) -> Any:
 def _same_bits(one: torch.Tensor, two: torch.Tensor | None) -> bool:
     if two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
-    # As bytes, so that a NaN equals itself, and zero is not minus zero.
+    # As bytes: a NaN equals itself, and zero differs from minus zero.
     flat = [t.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for t in (one, two)]
     return torch.equal(*flat)
 
 
 def _readable_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gradients that no update has taken yet, an offloaded one at a time."""
+    """Gradients not yet consumed, offloaded ones one at a time."""
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if isinstance(gradient, OffloadedGradient):

@@ -1,9 +1,9 @@
-"""Whether a model, its optimizer, its batches and the devices that there are can follow a plan.
+"""Whether a model, its optimizer, its batches and the present devices can follow a plan.
 
-A fingerprint says that a model is another one; a model's tensors, in lines short enough for a plan,
-say where. A line is a tensor's name, then its shape, dtype and role (trainable, frozen, buffer, or
-scale of a packed weight), or what it is tied to. Where only an integer in the name counts up, one
-line stands for all of them:
+A fingerprint detects another model; the model's tensors, in lines short enough for a plan, show the
+difference. A line is a tensor's name, then its shape, dtype and role (trainable, frozen, buffer, or
+scale of a packed weight), or its tie. One line stands for all names that differ in a counting
+integer:
 
     model.layers.0-29.mlp.up_proj.weight 1536x576 float32 trainable
 """
@@ -40,12 +40,12 @@ from protrain_runtime.states.update_rules import UpdateRules
 
 
 def keeps_everything(plan: Plan) -> bool:
-    """Whether nothing is to be done: plain PyTorch is what the plan says."""
+    """Whether the plan is plain PyTorch."""
     return plan.group.num_devices == 1 and plan.keeps_everything
 
 
 def _check_form(index: int, plan: Plan) -> None:
-    """ProtrainError where a unit's activations have a form that is for others."""
+    """ProtrainError if a unit's activations have another kind of unit's form."""
     unit = plan.units[index]
     form = FORMS[unit.activations.form]
     own = "blocks" if unit.kind == "block" else "last part" if unit is plan.units[-1] else ""
@@ -102,7 +102,7 @@ def check_model(model: nn.Module, plan: Plan) -> list[nn.Module | None]:
 
 
 def check_kernels(plan: Plan) -> None:
-    """ProtrainError where an accelerator would not take the kernels that were profiled."""
+    """ProtrainError if an accelerator would use other kernels than the profiled ones."""
     profiled, here = plan.workload.deterministic, torch.are_deterministic_algorithms_enabled()
     if profiled == here or not is_accelerator(plan.workload.device):
         return
@@ -127,7 +127,7 @@ def check_kernels(plan: Plan) -> None:
 def check_devices(
     model: nn.Module, plan: Plan, group: ProcessGroup | None, *, copies: bool
 ) -> None:
-    """ProtrainError for other devices, or those on which no plain copy (`copies`) trains."""
+    """ProtrainError for other devices, or ones without plain copies (`copies`)."""
     check_ranks(plan, group)
     devices, replicas = plan.group.num_devices, plan.group.num_replicas
     if devices % replicas:
@@ -159,7 +159,7 @@ def check_devices(
 def check_offloaded(
     plan: Plan, chunks: Sequence[Chunk], rules: UpdateRules, optimizer: PlannedOptimizer
 ) -> None:
-    """ProtrainError where an offloaded chunk cannot be updated in pieces, or is not all updated."""
+    """ProtrainError if an offloaded chunk cannot be updated in pieces, or not entirely."""
     units = zip(chunks, plan.units, strict=True)
     offloaded = [each for each in units if not each[1].states.is_persistent]
     shared = overlapping(chunks)
@@ -179,7 +179,7 @@ def check_offloaded(
                 fix="convert them to one dtype, or freeze those of the others",
             )
     grouped = _grouped(optimizer)
-    called = {  # the names that groups have for parameters, where they have some
+    called = {  # the groups' names for parameters, if any
         parameter: name
         for group in optimizer.param_groups
         for parameter, name in zip(group["params"], group.get(NAMES, ()), strict=False)
@@ -218,11 +218,11 @@ STATES_OF = {
     "sgd": 0,
     "sgd-momentum": 1,
 }
-"""By an optimizer's name in plans: states that it keeps of a parameter, each as large as that."""
+"""By an optimizer's name in plans: states per parameter, each of the parameter's size."""
 
 
 def check_states(plan: Plan, optimizer: PlannedOptimizer) -> None:
-    """ProtrainError where an optimizer keeps more states than those that the plan has counted."""
+    """ProtrainError if an optimizer keeps more states than the plan counts."""
     count = STATES_OF.get(plan.optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if count is None or not trained or not plan.prediction.peak_bytes.device:
@@ -244,12 +244,12 @@ def check_states(plan: Plan, optimizer: PlannedOptimizer) -> None:
 
 
 def _grouped(optimizer: PlannedOptimizer) -> set[nn.Parameter]:
-    """The parameters that are in a group."""
+    """The parameters in groups."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _refuse_ungrouped(chunk: Chunk, grouped: set[nn.Parameter], does: str) -> None:
-    """ProtrainError where a parameter that the plan updates is in no group."""
+    """ProtrainError if a parameter that the plan updates is in no group."""
     for part in chunk.slices:
         if part.trainable and part.parameter not in grouped:
             raise ProtrainError(
@@ -265,7 +265,7 @@ def _refuse_ungrouped(chunk: Chunk, grouped: set[nn.Parameter], does: str) -> No
 def check_stepped(
     plan: Plan, chunks: Sequence[Chunk], rules: UpdateRules, optimizer: PlannedOptimizer
 ) -> None:
-    """ProtrainError where a persistent chunk cannot be updated by itself, in backward."""
+    """ProtrainError if a persistent chunk cannot be updated on its own, in backward."""
     shared, grouped = overlapping(chunks) | of_one_storage(chunks), _grouped(optimizer)
     for index, (chunk, unit) in enumerate(zip(chunks, plan.units, strict=True)):
         if unit.states != OPTIMIZER_IN_BACKWARD:
@@ -297,7 +297,7 @@ def rules_of(optimizer: PlannedOptimizer) -> UpdateRules:
 
 
 _BESIDE = ("buffer", "scale")
-"""The roles of what is no parameter."""
+"""Roles of tensors other than parameters."""
 
 
 def model_fingerprint(model: nn.Module) -> str:
@@ -333,9 +333,9 @@ model in mind."""
 
 
 def model_tensors(model: nn.Module) -> tuple[str, ...]:
-    """All parameters and buffers of the model in lines, as a profile and its plans keep them."""
+    """The model's parameters and buffers in lines, as in a profile and its plans."""
     entries = [(tuple(name.split(".")), content) for name, content in _contents(model).items()]
-    # Names that differ in one integer that counts up become one: the last integer first.
+    # Names that differ in one counting integer become one: the last integer first.
     for place in reversed(range(max((len(parts) for parts, _ in entries), default=0))):
         groups: dict[object, list[tuple[tuple[str, ...], str]]] = {}
         for parts, content in entries:
@@ -420,10 +420,10 @@ def _in_words(changes: Mapping[str, Sequence[str]], counts: Sequence[int]) -> st
 def refuse_larger_batches(model: nn.Module, workload: Workload) -> Callable[[], None]:
     """Refuse training calls with larger batches than planned; returns the undo.
 
-    Either way: more sequences, or longer ones. Smaller batches are welcome, and so is any size
-    where no graph is recorded. Of a factory's batches, every tensor is compared with that of the
-    same argument in the profiled batch; arguments that this one had not are not looked at. Where
-    images come with tokens, only sequences count: tokens that stand for images are among them.
+    Larger is more sequences, or longer ones. Smaller batches are accepted, and any size without a
+    graph. Of a factory's batches, every tensor is compared with the profiled batch's same argument;
+    other arguments are ignored. If images come with tokens, only sequences count: they include the
+    image tokens.
     """
     if not (workload.model_config or workload.inputs):
         return lambda: None
@@ -462,10 +462,10 @@ def _too_large(what: str, most: tuple[int, ...]) -> RuntimeError:
 def call_sizes(
     signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors in a call by argument, however it was passed; not those of a single number."""
+    """The tensors in a call by argument, except single numbers."""
     try:
         arguments = signature.bind_partial(*args, **kwargs).arguments
-    except TypeError:  # the call itself will say what is wrong
+    except TypeError:  # the call itself will raise
         return
     for name, argument in arguments.items():
         for path, leaf in tree_flatten_with_path(argument)[0]:

@@ -1,7 +1,7 @@
-"""Memory that ran out in a planned step: planned and actual bytes of the slot, and what is likely.
+"""Out of memory in a planned step: planned and actual bytes of the slot, and the likely cause.
 
-A plan's peaks are upper bounds of what its step takes, so that memory runs out for a reason outside
-of the plan: another batch, memory of other processes, or less room than planned.
+A plan's peaks are upper bounds: memory runs out for a reason outside the plan, such as another
+batch, other processes, or less room than planned.
 """
 
 import re
@@ -28,7 +28,7 @@ from protrain_runtime.engine.state import held_bytes
 from protrain_runtime.model.prepared import prepared_of
 
 Rows = Mapping[str, int]
-"""Bytes by what holds them."""
+"""Bytes by holder."""
 
 _ELSE = "activations, all else"
 _KINDS: dict[str, tuple[LiveRangeKind, ...]] = {
@@ -47,11 +47,11 @@ profile takes memory, too."""
 
 @contextmanager
 def explain_memory(model: nn.Module, profile: ProfileSource | None = None) -> Iterator[None]:
-    """OutOfMemoryError, one message, where memory runs out in steps of a planned model inside.
+    """OutOfMemoryError, one message, if memory runs out in a planned model's steps inside.
 
-    It says in which slot, what the allocator was asked for, what stood there and what was planned:
-    by kind with the `profile` that the plan was made from, else for the whole step. Models that
-    follow no plan, or one that keeps everything, leave the error as it is.
+    It names the slot, the request, the present and the planned bytes: by kind with the plan's
+    `profile`, else for the whole step. Models without a plan, or with one that keeps everything,
+    leave the error unchanged.
     """
     try:
         yield
@@ -73,9 +73,9 @@ def explain_memory(model: nn.Module, profile: ProfileSource | None = None) -> It
         }
         there = {**known, _ELSE: max(0, standing.in_all - sum(known.values()))}
         room = room_here(device, Path.cwd())
-        traceback.clear_frames(error.__traceback__)  # what the step held makes room to explain
+        traceback.clear_frames(error.__traceback__)  # the step's memory makes room to explain
         found: Profile | None = None
-        with suppress(MemoryError):  # there may be none for the profile either
+        with suppress(MemoryError):  # even the profile may not fit
             if isinstance(profile, str | Path):
                 found = read_profile(Path(profile))
             elif profile is not None:
@@ -88,7 +88,7 @@ def explain_memory(model: nn.Module, profile: ProfileSource | None = None) -> It
 def _explained(
     plan: Plan, slot: int, there: Rows, profile: Profile | None, room: Room, said: str
 ) -> OutOfMemoryError:
-    # The most that the step takes of the memory that the device has.
+    # The step's peak in the device's memory.
     on_cpu, peaks = plan.workload.device == "cpu", plan.prediction.peak_bytes
     peak = peaks.device + (peaks.context + peaks.host if on_cpu else 0)
     planned: dict[str, int] = {}
@@ -97,7 +97,7 @@ def _explained(
         planned = {row: sum(by_kind.get(kind, 0) for kind in _KINDS[row]) for row in _KINDS}
         planned[_ELSE] += peaks.context + peaks.host if on_cpu else 0
     most = sum(planned.values()) if planned else peak
-    # What the allocator was asked for, where it says so.
+    # The size of the request, if the allocator reports it.
     asked = re.search(r"[Tt]ried to allocate (\d[\d.]*) ?(bytes|[KMGT]iB)", said)
     needed = sum(there.values())
     if asked is not None:
@@ -118,7 +118,7 @@ def _explained(
 
 
 def _reason(needed: int, most: int, peak: int, room: Room) -> tuple[str, str]:
-    """Say what is likely, and a fix. `most` was planned for the slot, `peak` for the step."""
+    """The likely cause, and a fix. `most` was planned for the slot, `peak` for the step."""
     if needed > most:
         return (
             f"{format_bytes(needed - most)} more than planned are asked for here: the batch is"

@@ -1,10 +1,10 @@
-"""Recordings of steps: memory slot by slot, and when slots and moves ran.
+"""Recordings of steps: memory slot by slot, and times of slots and moves.
 
-`measure_step` and `record` look at steps when they are asked to; a `Watch` compares the first steps
-of a training loop with what their plan promises. On an accelerator the allocator counts by itself;
-its peak statistics start anew at every slot. On a CPU the profiler counts, which costs a step
-several times its seconds, and memory that stays: there a watch is asked for, and looks away where
-the process has a limit, or another profiler runs.
+`measure_step` and `record` observe steps on request; a `Watch` compares a training loop's first
+steps with their plan. An accelerator's allocator counts by itself; its peak statistics restart at
+every slot. On a CPU the profiler counts, which costs a step several times its seconds, and lasting
+memory: there a watch is opt-in, and does nothing if the process has a limit, or another profiler
+runs.
 """
 
 import gc
@@ -59,16 +59,16 @@ class StepMemory:
 def measure_step(
     model: nn.Module, step: Callable[[Observer], None], *, besides_bytes: int = 0
 ) -> StepMemory:
-    """Run `step` once and count its bytes, without `besides_bytes` of tensors that stand by.
+    """Run `step` once and count its bytes, without `besides_bytes` of unrelated tensors.
 
-    `step` calls its argument with "update" before the optimizer's step. Counting takes time and,
-    afterwards, some memory: measure one step, the last of a run.
+    `step` calls its argument with "update" before the optimizer's step. Counting takes time and
+    then some memory: measure one step, the last of a run.
     """
     device = device_of(model)
     engine = engine_of(model)
     gc.collect()
     meter = _meter(model, device, besides_bytes=besides_bytes)
-    held: list[int] = []  # by the whole process, at the marks
+    held: list[int] = []  # the whole process's, at the marks
 
     def observe(what: str) -> None:
         meter.mark(what)
@@ -96,8 +96,8 @@ def measure_step(
 
 
 def slot_peaks(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """The peaks of every slot, and of the update, of segments under an engine's labels."""
-    slots: dict[str, int] = {}  # micro-batches meet the same ones
+    """The peaks of every slot, and of the update, from an engine's labelled segments."""
+    slots: dict[str, int] = {}  # micro-batches share them
     for segment in segments:
         if segment.label.startswith(("slot", "update")):
             slots[segment.label] = max(segment.peak_bytes, slots.get(segment.label, 0))
@@ -109,7 +109,7 @@ def _meter(model: nn.Module, device: torch.device, *, besides_bytes: int = 0) ->
     if not devices.on_host(device):
         start = torch.accelerator.memory_allocated(device)
         return MemoryMeter(device, start_bytes=start - besides_bytes)
-    # Those that stand for gradients have a few bytes each.
+    # Stand-ins for gradients have a few bytes each.
     found = [t for t in reachable(device) if not isinstance(t, ConsumedGradient)]
     start = storage_bytes(found) - below_device(model)[0]
     standing = storages_of(found).values()
@@ -117,13 +117,13 @@ def _meter(model: nn.Module, device: torch.device, *, besides_bytes: int = 0) ->
 
 
 class Recorder:
-    """The record of the last whole step that ran in `record`."""
+    """The record of the last complete step in `record`."""
 
     def __init__(self, times: StepTimes, plan: Plan) -> None:
         self._times, self._plan = times, plan
 
     def recording(self, *, slot_bytes: Sequence[int] = ()) -> Recording:
-        """The step's slots and moves, with measured `slot_bytes`; RuntimeError if none."""
+        """The step's slots and moves, with measured `slot_bytes`; RuntimeError without a step."""
         if self._times.last is None:
             raise RuntimeError("nothing was recorded: no step has ended")
         events, step_seconds = self._times.last
@@ -137,15 +137,15 @@ class Recorder:
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[Recorder]:
-    """Note when the slots and moves of steps run, under the names of the simulated timeline.
+    """Record times of steps' slots and moves, by the names of the simulated timeline.
 
         with protrain_runtime.record(model) as recorder:
             ...  # a step or more
         write_recording(recorder.recording(), "recording.json")
 
-    A step is a planned one up to the end of `optimizer.step()`; with micro-batches, the last of
-    them and the update after it. ProtrainError where the model follows no plan, or one that keeps
-    everything: that installs nothing, and nothing runs beside compute.
+    A step is a planned one up to the end of `optimizer.step()`; with micro-batches, the last one
+    and the update. ProtrainError for models without a plan, or with one that keeps everything:
+    nothing runs beside compute.
     """
     plan, engine = plan_of(model), engine_of(model)
     if plan is None:
@@ -165,21 +165,21 @@ def record(model: nn.Module) -> Iterator[Recorder]:
 
 
 _FIRST, _LAST = 1, 2
-"""The step watched, from 0: all optimizer states are there from the second on."""
+"""The step watched, from 0: from the second on, all optimizer states exist."""
 
 
 class Watch:
-    """Warns once if the second step, or third on an accelerator, takes more than planned."""
+    """Warns once if the second step, or third on an accelerator, exceeds its planned bytes."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, engine: Engine, optimizer: PlannedOptimizer
     ) -> None:
         self._plan, self._device = plan, device_of(model)
         self._last = _FIRST if devices.on_host(self._device) else _LAST
-        # The engine holds this; a model that is dropped is freed at once.
+        # The engine holds this; a dropped model is freed at once.
         self._model, self._engine = weakref.ref(model), weakref.ref(engine)
         self._num_steps = 0
-        self._evaluations = 0  # calls of the model in this step that were no forward of it
+        self._evaluations = 0  # calls of the model in this step other than its forwards
         self._meter: MemoryMeter | None = None
         engine.observer = self._observe
         self._hooks = (
@@ -188,7 +188,7 @@ class Watch:
         )
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         for hook in self._hooks:
             hook.remove()
         engine = self._engine()
@@ -223,7 +223,7 @@ class Watch:
         try:
             if meter is not None:
                 meter.__exit__(None, None, None)
-                if not self._evaluations:  # those are promised apart (`plan --explain`)
+                if not self._evaluations:  # planned separately (`plan --explain`)
                     said = self._said(meter)
         except Exception:  # noqa: BLE001 (training goes on)
             self.stop()
@@ -249,7 +249,7 @@ class Watch:
 
 
 def _may_count(device: torch.device) -> bool:
-    """Whether counting bytes is possible without harm to what else the process does."""
+    """Whether bytes can be counted without harm to the process."""
     if not devices.on_host(device):
         return True
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)

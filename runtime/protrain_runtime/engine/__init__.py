@@ -1,1 +1,1 @@
-"""Walks a program while a model computes. In: a `Program` and chunks. Out: moves, in time."""
+"""Runs a program while a model computes. In: a `Program` and chunks. Out: moves, in time."""

@@ -1,21 +1,18 @@
-"""Where one unit ends and the next begins, seen from hooks on the model.
+"""Unit boundaries, seen by hooks on the model.
 
-A model's units alternate between blocks (modules) and parts (what runs before, between and after
-blocks). `Boundaries` calls `Listener.enter(slot)` when a slot begins, in the order of the
-program, forward and backward:
+A model's units alternate between blocks (modules) and parts (code before, between and after
+blocks). `Boundaries` calls `Listener.enter(slot)` at the start of each slot, in program order:
 
 - a block's forward slot begins when the block is called, a part's when the block before it returns
   (or when the model is called);
-- a unit's backward slot begins when the gradient of what it handed on is complete: of a block's
-  outputs, of the inputs of the block after a part, and of the model's outputs for the last part.
+- a unit's backward slot begins when the gradient of its outputs is complete: of a block's outputs,
+  of the inputs of the block after a part, or of the model's outputs for the last part.
 
-Without a graph, a call of a module that holds blocks counts as one of the model: `generate` calls
+Without a graph, a call of a module with blocks counts as a call of the model: `generate` calls
 encoders, and models inside adapters, by themselves.
 
-A step may skip blocks: what comes next begins the slots in between. It may not repeat them or run
-them in another order, which no slot is there for.
-
-Nothing here knows what a slot does.
+A step may skip blocks: the next unit begins the slots in between. It may not repeat or reorder
+them: there are no slots for that. Nothing here knows what a slot does.
 """
 
 import inspect
@@ -46,13 +43,13 @@ class Listener(Protocol):
         """The model was called without a graph, while its last forward waits for its backward."""
 
     def enter(self, slot: int, inputs: Sequence[torch.Tensor]) -> None:
-        """Slot `slot` begins, and all before it have ended; `inputs` are a block's tensors."""
+        """Slot `slot` begins, all before it have ended; `inputs` are a block's tensors."""
 
     def leave(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The current forward slot's computation has ended with these tensors."""
+        """The current forward slot has computed these tensors."""
 
     def differentiate(self, unit: int) -> None:
-        """The forward that runs asks for gradients itself, through what this unit handed on."""
+        """The running forward computes gradients itself, through this unit's outputs."""
 
     def end_forward(self) -> None:
         """The model returned."""
@@ -64,11 +61,11 @@ class Listener(Protocol):
         """The model raised."""
 
     def backward_failed(self) -> None:
-        """The backward pass raised, what will be seen where it was called."""
+        """The backward pass raised; the error surfaces in its caller."""
 
 
 def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., object]:
-    """Return `run` as a method with the signature that the module's forward has: libraries look."""
+    """`run` as a method with the signature of the module's forward, which libraries inspect."""
 
     def forward(_: nn.Module, /, *args: object, **kwargs: object) -> object:
         return run(*args, **kwargs)
@@ -81,11 +78,11 @@ def _method_of(module: nn.Module, run: Callable[..., object]) -> Callable[..., o
 
 
 class Boundaries:
-    """Hooks on `model` and on its blocks; `units` gives each unit's module, None for a part.
+    """Hooks on `model` and on its blocks; `units` has each unit's module, None for a part.
 
-    `names` are the units' names. That of a part is the path of the first module that runs in it,
-    where there is one: its call begins the part if the blocks before it were skipped.
-    `thread_guard` says which thread may call the model.
+    `names` are the units' names. A part is named after the first module that runs in it, if any: a
+    call of that module begins the part if the blocks before were skipped. `thread_guard` checks
+    which thread calls the model.
     """
 
     def __init__(
@@ -102,13 +99,13 @@ class Boundaries:
         self._blocks = frozenset(module for module in self._units if module is not None)
         self._names, self._thread_guard = tuple(names), thread_guard
         self._words = [*map(repr, names)] or [f"unit {index}" for index in range(len(units))]
-        self._thread = 0  # that runs the forward
+        self._thread = 0  # runs the forward
         self._undo = ExitStack()
-        self._step = 0  # counts forwards, so that hooks know an abandoned graph
+        self._step = 0  # counts forwards: tells hooks of an abandoned graph
         self._backward_began = False
         self._training = False
-        self._unit = -1  # that a running forward is in; -1: none runs
-        self.skipped: tuple[int, ...] = ()  # blocks that the last forward did not call
+        self._unit = -1  # of the running forward; -1: none
+        self.skipped: tuple[int, ...] = ()  # blocks that the last forward skipped
         self._in_block = False
         self._graph: ref[Callable[..., None]] | None = None  # alive as long as the last forward's
         inside = {module for block in self._blocks for module in block.modules()}
@@ -121,7 +118,7 @@ class Boundaries:
                 self._watch_block(index, module)
         modules = dict(model.named_modules())
         for index, name in enumerate(self._names):
-            # A part begins with the module of its name, where that name is of no other part.
+            # A part begins with the module of its name, if no other part has that name.
             twice = "#" in name or f"{name}#2" in self._names
             if index and self._units[index] is None and name in modules and not twice:
 
@@ -132,7 +129,7 @@ class Boundaries:
                 self._undo.callback(handle.remove)
 
     def remove(self) -> None:
-        """Take everything off the model again."""
+        """Remove all hooks from the model."""
         self._undo.close()
 
     def _run(
@@ -162,7 +159,7 @@ class Boundaries:
     def _call(self, call: Callable[[], object]) -> object:
         if self._unit >= 0:
             raise RuntimeError("the model was called inside its own forward: a plan is for one")
-        # Backward may still come through the last forward: what is evaluated leaves that alone.
+        # Backward may still come through the last forward: evaluation leaves it alone.
         awaits_backward = self._training and not self._backward_began and self.graph_lives
         if awaits_backward and not torch.is_grad_enabled():
             self._training = False
@@ -171,7 +168,7 @@ class Boundaries:
                 result = self._run_forward(call)
                 self._listener.end_forward()
             except BaseException:
-                self._step += 1  # the forward that waits is given up as well
+                self._step += 1  # the waiting forward is given up, too
                 self._listener.abort()
                 raise
             self._training = True
@@ -185,7 +182,7 @@ class Boundaries:
         try:
             result = self._run_forward(call)
             if self._training:
-                # Its loss, or what a loop makes one of: backward comes through one of them first.
+                # Its loss, or the loop's function of it: backward first comes through one of them.
                 self._graph = ref(self._watch(tensors_in(result), len(self._units)))
             self._listener.leave(tensors_in(result))
             self._listener.end_forward()
@@ -206,7 +203,7 @@ class Boundaries:
             self.skipped = tuple(index for index in blocks if index not in self._called)
 
     def _may_hold_a_block(self, function: object) -> bool:
-        """Whether a block may begin in a checkpoint's function: in a block none does."""
+        """Whether a block may begin in a checkpoint's function; never inside a block."""
         if self._in_block or self._unit == len(self._units) - 1:
             return False
         while isinstance(function, partial):
@@ -216,7 +213,7 @@ class Boundaries:
 
     @property
     def graph_lives(self) -> bool:
-        """Whether anybody holds the graph of the last training forward."""
+        """Whether the graph of the last training forward is alive."""
         return self._graph is not None and self._graph() is not None
 
     @property
@@ -225,7 +222,7 @@ class Boundaries:
         return self._unit >= 0
 
     def begin_part(self, index: int, inputs: Sequence[torch.Tensor] = ()) -> bool:
-        """Begin a part whose blocks before it were skipped; False where that cannot be."""
+        """Begin a part after skipped blocks; False if impossible."""
         can_begin = self._unit >= 0 and not self._in_block and self._units[index] is None
         if not can_begin or index <= self._unit:
             return False
@@ -235,14 +232,14 @@ class Boundaries:
         return True
 
     def _pass_on(self, tensors: Sequence[torch.Tensor]) -> None:
-        """End the part that runs, if it is one; it hands on these tensors."""
+        """End the running part, if any, with these outputs."""
         if self._units[self._unit] is None:
             if self._training:
                 self._watch(tensors, 2 * len(self._units) - 1 - self._unit)
             self._listener.leave(tensors)
 
     def _watch_block(self, index: int, module: nn.Module) -> None:
-        """Hooks on a block: functions and no bound methods, which a copy of a model would copy."""
+        """Hook a block with functions: a model's copy would copy bound methods."""
 
         def before(_: nn.Module, *given: object) -> None:  # arguments: positional, and by name
             if self._unit < 0 and self._training and in_backward():
@@ -298,7 +295,7 @@ class Boundaries:
 
         def hook(*_: object) -> None:
             if self._unit >= 0 and step == self._step:
-                # The forward differentiates: its graph is one with the step's.
+                # The forward differentiates: its graph is part of the step's.
                 self._listener.differentiate(2 * len(self._units) - 1 - slot)
                 return
             if step != self._step:
@@ -315,11 +312,11 @@ class Boundaries:
             self._listener.enter(slot, ())
 
         for tensor in tensors:
-            if tensor.is_leaf:  # its gradient comes in no order with those of parameters
+            if tensor.is_leaf:  # its gradient comes in no fixed order with those of parameters
                 continue
-            # The node and not the tensor: a tensor that is written in place afterwards has another
-            # node, and PyTorch 2.13 crashes where one has hooks from before and after. A view that
-            # is written in place leaves its node out of the graph, and not that of its base.
+            # The node, not the tensor: an in-place write gives a tensor another node, and PyTorch
+            # 2.13 crashes if a tensor has hooks from before and after. An in-place write to a view
+            # takes its node out of the graph, but not its base's.
             base = tensor._base if tensor._is_view() else None
             for each in (tensor, base):
                 if each is not None and each.grad_fn is not None:
@@ -328,10 +325,10 @@ class Boundaries:
 
 
 class _Ending:
-    """The callback at backward's end. Where backward raises, it drops this uncalled.
+    """The callback at backward's end. If backward raises, autograd drops it uncalled.
 
-    It has no `__del__`: behind a backward in another thread that would be the first code that
-    Python runs, and the KeyboardInterrupt that waits for it would be dropped there.
+    No `__del__`: after a backward in another thread it would be the first Python code to run, and a
+    pending KeyboardInterrupt would be lost there.
     """
 
     def __init__(self, listener: Listener) -> None:

@@ -1,9 +1,9 @@
-"""The engine: walks the slots of a `Program` while the model computes.
+"""The engine: runs the slots of a `Program` while the model computes.
 
-A step is one program or several: micro-batches before the one that updates have their own. At
-every boundary that `Boundaries` reports it does what the program says around a slot, in order:
-wait for what must have left, submit fetches, wait for what the slot reads, compute, release,
-submit what it produced. A forward without a graph has a pass of its own (`evaluation`).
+A step is one program or several: micro-batches before the updating one have their own. At every
+boundary of `Boundaries` the engine follows the program around a slot, in order: wait for evictions,
+submit fetches, wait for the slot's inputs, compute, release, submit outputs. A forward without a
+graph is an `EvaluationPass`.
 """
 
 import sys
@@ -54,10 +54,10 @@ Observer = Callable[[str], None]
 class Engine:
     """Executes the programs of a step.
 
-    The program of `moves` ends with the update of offloaded chunks, and is that of a step that is
-    clipped: what does speculative updates again is left out of others. `accumulating` is that of a
-    micro-batch before. `step_on` is the optimizer's step on one persistent chunk. Ranks have
-    `shared_buffers` alike.
+    The program of `moves` ends with the update of offloaded chunks, and is for a clipped step:
+    repeats of speculative updates are left out of others. `accumulating` is the program of an
+    earlier micro-batch. `step_on` is the optimizer's step on one persistent chunk. Ranks have equal
+    `shared_buffers`.
     """
 
     def __init__(
@@ -70,33 +70,33 @@ class Engine:
     ) -> None:
         program, plans, chunks, backend = moves.program, moves.plans, moves.chunks, moves.backend
         self.program, self._accumulating = program, accumulating
-        self._program = program  # of the micro-batch that runs
+        self._program = program  # of the current micro-batch
         self._tables = {id(each): Table.of(each, plans) for each in (program, accumulating)}
         self._table = self._tables[id(program)]
         self._plans, self._chunks, self._num_units = plans, chunks, program.num_units
         self._moves, self._ranks, self._buffers = moves, moves.ranks, shared_buffers
-        # Storages that stay where they are. Those of offloaded parameters do not: what stands in
-        # for them is freed by the first gather, and an activation may come to lie there; nor those
-        # of buffers, which a forward may replace: that modules hold them keeps them there.
+        # Storages that stay. Not those of offloaded parameters: the first gather frees their
+        # stand-ins, and an activation may reuse the address. Nor those of buffers, which a forward
+        # may replace; modules hold these anyway.
         staying = [chunk for chunk in chunks if chunk.store is None]
         self._shared = addresses([each for chunk in staying for each in chunk.parameters])
         self._step_on = step_on
         self.observer: Observer | None = None
-        # The model's own, as long as it lives: what begins parts, and looks at it before a step.
+        # Owned by the model, alive as long as it: begins parts, and checks the model before a step.
         self.boundaries: Callable[[], Boundaries | None] = lambda: None
         self.unchanged: Callable[[], UnchangedModel | None] = lambda: None
         # Called before optimizer states are read or updated, with updating=True before a forward
-        # whose backward updates them: what code has been shown of them is written back.
+        # whose backward updates: writes back the loans of states.
         self.before_states_move: Callable[..., object] = lambda **_: None
-        self.refuses_views = True  # of parameters, that are held from step to step
-        self.held_views: set[int] = set()  # units of which views were held after the forward
-        self._passed_on: set[int] = set()  # units of which they were held after their slot
-        self._read_early: set[int] = set()  # units that backward read before their slot
-        self.gathered = ""  # who has parameters on the device: `full_parameters`
-        self._modified = False  # they may change there
+        self.refuses_views = True  # of parameters, held across steps
+        self.held_views: set[int] = set()  # units with views held after the forward
+        self._passed_on: set[int] = set()  # units with views held after their slot
+        self._read_early: set[int] = set()  # units read by backward before their slot
+        self.gathered = ""  # the holder of parameters on the device: `full_parameters`
+        self._modified = False  # parameters may change there
         self._lent: EvaluationPass | None = None
         self.recorder: StepTimes | None = None  # of steps of `program`
-        self._times: StepTimes | None = None  # the recorder, while such a step runs
+        self._times: StepTimes | None = None  # the recorder, during such a step
         self.lanes: dict[Lane, WorkLane] = {
             lane: backend.lane(
                 str(lane),
@@ -109,12 +109,12 @@ class Engine:
         if self._ranks is not None:
             self.lanes[COLLECT] = backend.lane(str(COLLECT), on_device=True, patient=True)
         self._offloaded = [chunk for chunk in chunks if chunk.store is not None]
-        # Those that a step has not been seen to use: see [Note: views for good].
+        # Chunks not yet seen in use: see [Note: views for good].
         self._unseen = list(self._offloaded) if backend.resizes else []
         self._stepped = [chunks[unit] for slot in program.slots for unit in slot.stepped]
-        self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan uses up
+        self.consuming = [*self._offloaded, *self._stepped]  # whose gradients the plan consumes
         for chunk in self.consuming:
-            # A lane's work may hold a chunk for longer than the model lives.
+            # A lane's work may hold a chunk after the model is gone.
             chunk.bring = partial(_while_alive, WeakMethod(self.bring), chunk.bring)
             chunk.settle = partial(_while_alive, WeakMethod(self.settle), chunk.settle)
         self._reads = [
@@ -126,11 +126,11 @@ class Engine:
         # Whether parameters have their next values before `optimizer.step()`.
         self.updates_in_backward = program.settings.updates == "in backward"
         updates = self._stepped or any(move.kind == "update" for move in program.moves)
-        self._carried: dict[int, Ticket] = {}  # moves that run on, mostly of the last step
-        self._ahead: dict[int, Ticket] = {}  # moves of the last backward's speculative updates
+        self._carried: dict[int, Ticket] = {}  # moves still running, mostly from the last step
+        self._ahead: dict[int, Ticket] = {}  # the last backward's speculative updates
         self._runs_on = program.running_on
         self._again = program.again
-        # By unit, where steps overlap: the last moves of its updates, for which fetches wait.
+        # By unit, if steps overlap: the last moves of its updates, for which fetches wait.
         self._awaited: dict[int, set[int]] = {unit: {n} for unit, n in program.updates.items()}
         for number in sorted(program.speculative):
             unit, stop = program.moves[number].unit, program.moves[number].stop
@@ -145,8 +145,8 @@ class Engine:
         self.thread_guard = ThreadGuard(
             lambda: (boundaries := self.boundaries()) is not None and boundaries.graph_lives
         )
-        self._shown: list[Slice] = []  # the parameters whose gradients the last backward took
-        self._given_up: MemorySnapshot | None = None  # when the last forward was cut short
+        self._shown: list[Slice] = []  # parameters whose gradients the last backward consumed
+        self._given_up: MemorySnapshot | None = None  # of an interrupted forward
         self._reset()
 
     def _reset(self) -> None:
@@ -154,14 +154,14 @@ class Engine:
         for chunk in self._offloaded:
             chunk.end_step()
         self._tickets: dict[int, Ticket] = {}
-        self._running: set[int] = set()  # submitted, and not yet seen to end
+        self._running: set[int] = set()  # submitted, not yet seen to end
         self._saved: SavedTensors | None = None
         self._around: ExitStack | None = None  # around the last part's forward, where it has a form
         self._handed_on: ByPointer | None = None
-        self._slots: dict[int, Begun] = {}  # by unit that has saved what leaves
+        self._slots: dict[int, Begun] = {}  # by unit with swapped tensors
         self._evaluation: EvaluationPass | None = None
         self._outputs: frozenset[int] = frozenset()
-        self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers that are held
+        self._lingering: list[tuple[int, StorageWeakRef]] = []  # by unit: buffers still referenced
 
     def begin(self, *, training: bool) -> None:
         self.thread_guard.at_home(
@@ -180,7 +180,7 @@ class Engine:
             if (unchanged := self.unchanged()) is not None:
                 unchanged.check()
         if self._state.slot >= 0:
-            self._give_up()  # the last forward had no backward, or was cut short
+            self._give_up()  # the last forward had no backward, or was interrupted
         self._state.settle("a second forward began" if training else "the model was evaluated")
         none = training and has_no_gradients(self._chunks)
         if training:
@@ -188,12 +188,12 @@ class Engine:
                 bring_foreign(self._chunks)
             self._refuse_micro_batch(0 if none else self._state.num_backwards)
             self.before_states_move(updating=self._state.updates_in_backward)
-        # What was refused until here, no rank has begun: see `ranks.failure`.
+        # An error until here has begun nothing on any rank: see `ranks.failure`.
         with self._failing("a forward"):
             if none:
                 self._state.num_backwards = 0
             if self._ranks is not None and not self._state.num_backwards and self._buffers:
-                # Every rank computes with the buffers of rank 0, from the first micro-batch on.
+                # Every rank computes with rank 0's buffers, from the first micro-batch on.
                 self._collect("broadcast buffers", partial(self._ranks.broadcast, self._buffers))
             self._times, self._given_up = None, None
             if not training:
@@ -209,7 +209,7 @@ class Engine:
             self._table = self._tables[id(self._program)]
             self._moves.clear(self._program)
             if self._moves.may_make_staging:
-                self.end_updates()  # the first of all leave states that there is something to read
+                self.end_updates()  # the first of all leave states to read
             self._moves.make_staging()
             self._observe("begin")
             if self._program is self.program and self.recorder is not None:
@@ -218,7 +218,7 @@ class Engine:
             self._begin_slot(0, ())
 
     def begin_between(self) -> None:
-        """The model is evaluated, perhaps while its last forward waits for its backward."""
+        """The model is evaluated, perhaps between its last forward and that forward's backward."""
         self.thread_guard.at_home("the model was evaluated", self._offloaded)
         self.end_updates()
         self._evaluation = self._evaluated(self._offloaded)
@@ -258,7 +258,7 @@ class Engine:
         self._leave_form()
         if self._saved is not None:
             self._outputs = addresses(outputs) if self._saved.swaps else frozenset()
-            self._saved.__exit__()  # what follows is not the unit's, even where no slot begins now
+            self._saved.__exit__()  # the rest is not the unit's, even if no slot begins now
 
     def differentiate(self, unit: int) -> None:
         plan = self._plans[unit]
@@ -286,8 +286,8 @@ class Engine:
         with self._failing("a backward"):
             self._enter(len(self._program.slots) - 1, ())
             self._end_slot()
-            # Updates of a step run on into `optimizer.step()`, which waits for them; what a
-            # micro-batch before it has moved is needed, or in the way, in the next forward.
+            # A step's updates run on into `optimizer.step()`, which waits for them; an earlier
+            # micro-batch's moves are needed, or in the way, in the next forward.
             if not (self._state.updates_in_backward and self._program is self.program):
                 self._ahead = {n: self._tickets[n] for n in self._program.speculative}
                 self._let_run(self._program.speculative)
@@ -300,7 +300,7 @@ class Engine:
                     self._end(number)
             self._moves.give_sums()
             self._moves.pass_boundary(())
-            # In the next step, a view of what left the device would have the values of this one.
+            # In the next step, a view of an evicted buffer would show this step's values.
             held = [unit for unit, view in self._lingering if not view.expired()]
             if held and self.refuses_views:
                 name = self._plans[held[0]].name
@@ -333,7 +333,7 @@ class Engine:
             self._observe("backward ended")
 
     def _let_last(self) -> None:
-        """Keep buffers of chunks that a step has shown to be used in their slots alone."""
+        """Keep buffers of chunks that a step has shown to be used only in their slots."""
         boundaries = self.boundaries()
         if not self._unseen or boundaries is None:
             return
@@ -344,9 +344,9 @@ class Engine:
             chunk.last(lasts=never.isdisjoint(chunk.used_by))
 
     def abort(self) -> None:
-        """The model raised, on this rank perhaps alone."""
+        """The model raised, perhaps on this rank alone."""
         if self.thread_guard.forked and self.lanes:
-            return  # the step that was under way is that of another process
+            return  # the current step belongs to another process
         try:
             if self._ranks is not None:
                 self._state.cut_short = True
@@ -356,7 +356,7 @@ class Engine:
             self._give_up()
 
     def backward_failed(self) -> None:
-        """Backward raised, what is not known yet."""
+        """Backward raised; the error is not known here."""
         if self._ranks is not None:
             self._state.cut_short = True
             unknown = ProtrainError("see what that rank says")
@@ -364,7 +364,7 @@ class Engine:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Tell an error to the other ranks, which wait here; this rank goes on with none."""
+        """Report an error to the other ranks, which wait in this step; this rank ends its step."""
         try:
             yield
         except BaseException as error:
@@ -379,20 +379,20 @@ class Engine:
         in_backward = state.in_backward
         if in_backward and state.updating:
             state.phase = Phase.TORN
-        with suppress(MemoryError):  # what this is for must not keep anything from being freed
+        with suppress(MemoryError):  # low memory must not stop the release below
             self._given_up = self.memory_snapshot()
         self._close_saved()
         state.cut_short |= in_backward and self._ranks is not None
         ends = [lane.submit("the end", nothing, ()) for lane in self.lanes.values()]
         for end in ends:
-            # Behind everything that is in flight, also where a signal came before its ticket was
-            # noted. What failed was raised where compute waited for it, or does not matter now.
+            # Behind everything in flight, even if a signal came before its ticket was noted.
+            # Failures were raised where compute waited for them, or do not matter now.
             with suppress(LaneError):
                 end.synchronize()
-        with suppress(LaneError, RuntimeError):  # it is torn then
+        with suppress(LaneError, RuntimeError):  # then it is torn
             self.end_updates()
         for number in sorted(self._running):
-            with suppress(RuntimeError):  # saved, and no longer needed
+            with suppress(RuntimeError):  # saved, no longer needed
                 self._moves.end(number)
         for chunk in self._offloaded:
             chunk.release(chunk.every_group)
@@ -410,7 +410,7 @@ class Engine:
         self._reset()
 
     def memory_snapshot(self) -> MemorySnapshot | None:
-        """Bytes in the slot that runs, or in the one that was given up."""
+        """Bytes in the running slot, or in the one that was given up."""
         stepping = self._state.phase is Phase.STEPPING
         slot = len(self._program.slots) if stepping else self._state.slot
         if slot < 0:
@@ -420,10 +420,7 @@ class Engine:
         )
 
     def _refuse_micro_batch(self, done: int) -> None:
-        """RuntimeError where what the training loop has left of gradients has no room beside it.
-
-        `done` micro-batches have gradients.
-        """
+        """RuntimeError if gradients, of `done` micro-batches, leave no room for this one."""
         if self._ranks is not None:
             self._ranks.meeting.refuse_lost()
         if self._state.cut_short:
@@ -445,7 +442,7 @@ class Engine:
             )
 
     def settle(self, what: str, *, outside: bool = False) -> None:
-        """RuntimeError, saying `what`, where some parameters are updated and some are not."""
+        """RuntimeError, with `what`, if only some parameters are updated."""
         self.thread_guard.at_home(what, self._offloaded)
         self.thread_guard.check(what)
         if self._modified or outside:
@@ -453,24 +450,24 @@ class Engine:
         self._state.settle(what)
         self.end_updates()
         self.before_states_move()
-        for chunk in self._speculating:  # the caller may change what the update has read
+        for chunk in self._speculating:  # the caller may change the update's inputs
             chunk.speculated = None
 
     @property
     def updating_soon(self) -> bool:
-        """Whether a forward has begun whose backward will update states."""
+        """Whether the backward of a begun forward will update states."""
         boundaries = self.boundaries()
         lives = boundaries is not None and (boundaries.running or boundaries.graph_lives)
         under_way = self._state.in_backward or (self._state.slot >= 0 and lives)
         return self._state.updates_in_backward and under_way
 
     def outside(self, what: str) -> None:
-        """RuntimeError, saying `what`, inside `full_parameters(model)`."""
+        """RuntimeError, with `what`, inside `full_parameters(model)`."""
         if self.gathered:
             raise RuntimeError(f"{what} inside {self.gathered}: leave it first")
 
     def check_step(self) -> None:
-        """RuntimeError where `optimizer.step()` does not belong."""
+        """RuntimeError if `optimizer.step()` does not belong here."""
         self.thread_guard.at_home("optimizer.step() was called", self._offloaded)
         self.outside("optimizer.step() was called")
         state = self._state
@@ -494,18 +491,18 @@ class Engine:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """`optimizer.step()`, once it is not refused."""
+        """`optimizer.step()`, once accepted."""
         if self._ranks is not None:
             self._ranks.meeting.refuse_lost()
         with self._failing("optimizer.step()"):
             yield
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """A part for all ranks: it ends well on all of them or on none."""
+        """A collective section: it succeeds on all ranks or on none."""
         return nullcontext() if self._ranks is None else self._ranks.meeting.reporting(what)
 
     def begin_update(self, *, same_options: bool) -> None:
-        """Start the updates that waited, and rerun those ahead of the norm if options changed."""
+        """Start deferred updates; rerun speculative ones if options changed."""
         self._state.begin_step()
         if self._times is not None:
             self._times.enter(len(self._program.slots))
@@ -521,7 +518,7 @@ class Engine:
                     " devices each one has a part of it; clip it, unscale it, or set it to None"
                 )
             chunk.store_replaced()
-        # What ran ahead is what the step makes, or is done again: where gradients are scaled.
+        # Speculative results are the step's, or are computed again: if gradients are scaled.
         holds = same_options and speculation_holds(self._speculating)
         for number in self.program.last:
             if not (holds and number in self._again):
@@ -530,14 +527,14 @@ class Engine:
             chunk.exchange()
 
     def _let_run(self, moves: Collection[int]) -> None:
-        """Do not wait for those of these moves that run until their results are needed."""
+        """Wait for these moves, if running, only when their results are needed."""
         going_on = self._running & set(moves)
         assert self._carried.keys().isdisjoint(going_on), "those of the last step have ended"
         self._carried |= {number: self._tickets[number] for number in going_on}
         self._running -= going_on
 
     def end_updates(self) -> None:
-        """Wait for updates of the last step that run on; LaneError where one has failed."""
+        """Wait for the last step's updates in flight; LaneError if one failed."""
         for number in sorted(self._carried):
             self._end_carried(number, self._carried[number].synchronize)
 
@@ -551,7 +548,7 @@ class Engine:
         self._moves.end(number)
 
     def update_shards(self) -> None:
-        """Update what this rank has on the device of chunks that are shared."""
+        """Update this rank's shards on the device."""
         if not self._state.num_backwards:
             return
         for chunk in self._offloaded:
@@ -559,7 +556,7 @@ class Engine:
                 self._moves.update_shard(chunk)
 
     def finish_step(self) -> None:
-        """End all moves but those that may run on, or all of a recorded step."""
+        """End all moves except carried ones; in a recorded step, all."""
         if self._times is not None:
             self._times.leave()
         runs_on = self._runs_on if self._times is None else frozenset[int]()
@@ -581,7 +578,7 @@ class Engine:
     def _end_moves(self) -> None:
         for number in sorted(self._running):
             if self._program.moves[number].lane == COLLECT:
-                self._tickets[number].wait()  # the host looks at none of it
+                self._tickets[number].wait()  # the host reads none of its results
             else:
                 self._tickets[number].synchronize()
             self._moves.end(number)
@@ -615,7 +612,7 @@ class Engine:
             raise
 
     def ungather(self) -> None:
-        """Leave the chunks as they were."""
+        """Return the chunks to their state before `gather`."""
         assert self._lent is not None
         self._lent.end(check=False)
         self._lent, self.gathered, self._modified = None, "", False
@@ -628,7 +625,7 @@ class Engine:
             refuse_unzeroed_gradient(self.consuming)
         self._state.enter(index)
         slot = self._program.slots[index]
-        # What the last step left has ended when backward begins: compute is behind all fetches.
+        # The last step's moves end before backward: compute is behind all fetches.
         for number in sorted(self._carried) if index == self._num_units else ():
             self._end_carried(number, self._carried[number].wait)
         for number in slot.drained_before:
@@ -638,22 +635,22 @@ class Engine:
                     self._end_carried(earlier, self._carried[earlier].wait)
         for earlier in self._table.ends[index]:
             self._end(earlier)
-        # After the drained moves have ended, whose buffers may serve these fetches, and before the
-        # observer looks: unused buffers are no part of this slot.
+        # After the drained moves, whose buffers may serve these fetches, and before the observer,
+        # since unused buffers are not part of this slot.
         self._moves.pass_boundary(slot.submit)
         self._observe(f"slot {index}")
         for number in slot.submit:
             self._submit(number)
         for number in slot.ready:
-            # On a stream, compute waits behind the copy and this thread goes on: buffers that are
-            # not filled yet may be bound, since only kernels behind the copy read them.
+            # On a stream, compute waits behind the copy and this thread goes on: buffers may be
+            # bound before they are filled, since only kernels behind the copy read them.
             self._end(number)
             self._moves.arrive(number)
         if not slot.forward and slot.unit in self._slots:
             self._slots[slot.unit].begun = True
         plan, reads = self._plans[slot.unit], self._reads[slot.unit]
         swaps = plan.activations.tier is not None
-        # Autograd saves what leaves the device.
+        # Autograd saves tensors that leave the device.
         if slot.forward and (swaps or reads):
             own = foreign = frozenset[int]()
             if swaps:
@@ -677,7 +674,7 @@ class Engine:
 
     def _end_slot(self) -> None:
         slot = self._program.slots[self._state.slot]
-        for unit in slot.stepped:  # whose gradients are complete, and go
+        for unit in slot.stepped:  # with complete gradients, which are consumed
             self._state.updating = True
             chunk = self._chunks[unit]
             self._step_on(chunk)
@@ -686,11 +683,11 @@ class Engine:
             chunk.put_aside()
         if self._times is not None:
             self._times.leave()
-        # Before the release below: saved tensors that lie in a chunk's buffer are places by now.
+        # Before the release below: saved tensors in a chunk's buffer are places by now.
         self._close_saved()
         if RAN and not slot.forward:
             end_runs()
-        if self._table.takes[self._state.slot]:  # gradients go where moves take them
+        if self._table.takes[self._state.slot]:  # gradients go to their moves
             self._chunks[slot.unit].take_gradients()
         for unit in slot.release:
             chunk = self._chunks[unit]
@@ -706,8 +703,8 @@ class Engine:
         for number in slot.finish:
             move = self._program.moves[number]
             if move.kind == "update":
-                # From here on its lane may write to what is still on the device: reading a
-                # parameter, or copying the model, would show a part of the update.
+                # From here on its lane may write to device memory: reading a parameter, or copying
+                # the model, would show part of the update.
                 self._chunks[move.unit].unbind(self._chunks[move.unit].every_group)
             self._submit(number)
 
@@ -715,12 +712,12 @@ class Engine:
         move = self._program.moves[number]
         self._state.updating |= move.kind == "update" and number not in self._program.speculative
         lane = self.lanes[move.lane]
-        # A move before it may have run ahead of the norm, in the last backward.
+        # An earlier move may have run in the last backward, ahead of the norm.
         after = [self._tickets.get(other) or self._ahead[other] for other in move.after]
         if self._awaited and self._program.awaited(move) is not None:
             awaited = self._awaited[move.unit]
             after += [self._carried[other] for other in awaited if other in self._carried]
-        # This thread allocates what the move fills; until `_end` the moves own it, not the lane.
+        # This thread allocates the move's buffers; until `_end` the moves own them, not the lane.
         work = self._moves.start(number)
         if self._times is not None:
             work = self._times.timed(number, work, lane)
@@ -728,7 +725,7 @@ class Engine:
         self._running.add(number)
 
     def _end(self, number: int) -> None:
-        self._tickets[number].wait()  # on a stream: what is freed below serves again behind it
+        self._tickets[number].wait()  # on a stream: memory freed below is reused behind it
         self._running.discard(number)
         self._moves.end(number)
 
@@ -749,20 +746,20 @@ class Engine:
         self._handed_on = saved.handed_on
 
     def begin_backward(self, unit: int) -> None:
-        """Backward reads what a unit has saved: the unit's slot begins, if it has not begun."""
+        """Backward reads a unit's saved tensors: its slot begins, unless it has begun."""
         slot = len(self._program.slots) - 1 - unit
         if self._state.slot >= slot or not in_backward():
             return  # it has begun, or a graph is inspected
         if (boundaries := self.boundaries()) is None:
             return
         if boundaries.running:
-            self.differentiate(unit)  # and no backward slot begins in a forward
+            self.differentiate(unit)  # backward slots never begin in a forward
         elif 0 <= self._state.slot < slot:
             self._read_early.add(unit)
             self.enter(slot, ())
 
     def bring(self, chunk: Chunk, name: str) -> None:
-        """Code reads a parameter that is away: in a forward there may be a way."""
+        """Code reads an offloaded parameter: a forward may gather it."""
         if self._evaluation is not None:
             self._evaluation.lend(chunk)
             return
@@ -783,7 +780,7 @@ class Engine:
         self.lanes[COLLECT].submit(what, work, ()).wait()
 
     def _await_fetches(self, chunk: Chunk) -> None:
-        """Wait for what is on its way to a chunk's buffers; of ranks, for this one's part."""
+        """Wait for fetches to a chunk's buffers; on several ranks, for this rank's shard."""
         for number in sorted(self._running):
             move = self._program.moves[number]
             if move.unit == chunk.unit and move.kind == "fetch":
@@ -797,5 +794,5 @@ class Engine:
 def _while_alive(
     method: Callable[[], Callable[..., None] | None], otherwise: Callable[..., None], *given: Any
 ) -> None:
-    """Call the method of an engine that lives as long as its model; `otherwise` after that."""
+    """Call the method while the engine lives, else `otherwise`: it lives as long as its model."""
     (method() or otherwise)(*given)

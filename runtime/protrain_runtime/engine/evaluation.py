@@ -1,8 +1,7 @@
-"""A forward without a graph: what each unit reads is brought, and taken away after it.
+"""A forward without a graph: parameters of each unit are fetched for it and evicted after it.
 
-One may run between a training forward and that forward's backward, as losses do that compare a
-model with itself without its adapters. It finds some chunks on the device, and some on their way
-there: those it leaves as they were.
+It may run between a training forward and that forward's backward, as in losses that compare a model
+with itself without adapters. Chunks on the device, or on their way there, stay.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +23,11 @@ class EvaluationPass:
     ) -> None:
         self._chunks, self._moves = chunks, moves
         self._arrived, self._collect = arrived, collect
-        # By unit, groups that the model has for this forward: brought for it, and found unbound.
+        # By unit, groups lent to this forward: fetched for it, and found unbound.
         self._lent: dict[int, tuple[list[int], list[int]]] = {}
 
     def enter(self, unit: int) -> None:
-        """Bring what the unit reads, and take away what only the units before it read."""
+        """Fetch the unit's parameters, and evict those of earlier units only."""
         for chunk in self._chunks:
             if unit in chunk.used_by:
                 self.lend(chunk)
@@ -37,7 +36,7 @@ class EvaluationPass:
                 self._take_back(chunk)
 
     def end(self, *, check: bool = True) -> None:
-        """Leave the chunks as they were. Without `check`, whatever was written to them."""
+        """Return the chunks to their state before. Without `check`, writes are ignored."""
         for chunk in self._chunks if check else ():
             if chunk.unit in self._lent:
                 chunk.refuse_written()
@@ -56,7 +55,7 @@ class EvaluationPass:
             self._moves.fetch(chunk, brought, lent=True)()
         unbound = sorted((*brought, *found))
         if unbound and chunk.sharding is not None:
-            # What was found may be this rank's part alone, and all of it may be gathered twice.
+            # A chunk found may be this rank's shard alone, and all of it may be gathered twice.
             work = self._moves.all_gather(chunk, unbound, lent=True)
             self._collect(f"all-gather {chunk.unit}", work)
         chunk.bind(unbound)

@@ -1,11 +1,10 @@
-"""The moves of a program: the work for their lanes, and what stands until they have ended.
+"""The moves of a program: work for their lanes, and buffers held until they end.
 
-[Note: who frees what]
-Buffers are allocated and freed by the thread that computes, at slot boundaries only. A lane's work
-borrows the tensors that it reads or fills: `start` is called when the move enters its lane, and
-`end` when the engine has seen its end or has made compute wait for it. On an accelerator that
-order makes the caching allocator safe, whose blocks serve again at once in compute's stream: a
-buffer is freed after compute was ordered behind the copy out of it.
+[Note: who frees what] The compute thread allocates and frees buffers, at slot boundaries only. A
+lane's work borrows the tensors that it reads or fills: `start` is called when the move enters its
+lane, `end` when the engine has seen its end or has made compute wait for it. On an accelerator this
+order makes the caching allocator safe, which reuses blocks at once in compute's stream: a buffer is
+freed after compute was ordered behind the copy out of it.
 """
 
 from collections import defaultdict
@@ -62,7 +61,7 @@ class _Place(NamedTuple):
 
 
 def _as_kept(chunk: Chunk, places: Sequence[_Place]) -> list[torch.Tensor]:
-    """Take the gradients that go to these places; empty where not all are there as they lie."""
+    """The gradients for these places; empty unless all are present with matching strides."""
     gradients: list[torch.Tensor] = []
     for place in places:
         gradient = chunk.gradients.get(place.part.name)
@@ -79,24 +78,24 @@ def _as_kept(chunk: Chunk, places: Sequence[_Place]) -> list[torch.Tensor]:
 class GradientMoves:
     """The work of "spill gradients" and "add gradients".
 
-    A gradient goes to its place in the chunk's gradient store. Where that of an earlier micro-batch
-    is there already, it goes to a buffer instead and is added, as autograd would add it: the first
-    one of a parameter is copied, in whichever micro-batch it comes.
+    A gradient goes to its place in the chunk's gradient store. If an earlier micro-batch's is
+    there, it goes to a buffer and is added, as in autograd: a parameter's first gradient is copied,
+    in any micro-batch.
     """
 
     def __init__(self, program: Program, backend: Backend) -> None:
         self._backend = backend
         settings = program.settings
         self._after_backward = settings.updates == "after backward"
-        # What is one micro-batch's alone is whole when it leaves, and its norm is the gradient's.
+        # A gradient of a single micro-batch is complete when it leaves: its norm is final.
         self._norms = self._after_backward and settings.micro_batches == 1
         adding = [move.unit for move in program.moves if move.kind == "add gradients"]
         self._place = {unit: place % ARRIVING_GRADIENTS for place, unit in enumerate(adding)}
-        # Buffers in which gradients arrive that are added to others.  # uint8 [the most at once]
+        # Buffers for gradients that are added to others.  # uint8 [the most at once]
         self.rooms: list[torch.Tensor] = []
-        # By unit: to what, what is added, and by what the sum so far is multiplied first.
+        # By unit: the target, the gradient to add, and the factor of the sum so far.
         self._arrived = defaultdict[int, list[_Arrived]](list)
-        # By unit and share: what leaves in every step, where it cannot be seen on its way.
+        # By unit and share: places of every step, if gradients cannot be observed on their way.
         self._keeps = not self._after_backward and settings.micro_batches == 1
         self._kept: dict[tuple[int, tuple[float, float]], list[_Place]] = {}
 
@@ -108,7 +107,7 @@ class GradientMoves:
         self.rooms = [self._backend.empty_host(largest) for _ in range(ARRIVING_GRADIENTS)]
 
     def spill(self, move: Move, chunk: Chunk) -> tuple[Work, list[torch.Tensor]]:
-        """Take a share of the chunk's gradients down; with the work, what it reads."""
+        """Copy a share of the chunk's gradients to its tier; returns the work and its inputs."""
         store = chunk.gradient_store
         assert store is not None
         kept = self._kept.get((move.unit, move.share))
@@ -120,7 +119,7 @@ class GradientMoves:
         leaving = chunk.gradient_groups_in(move.share)
         parts = [s for s in chunk.slices if s.group in leaving and s.name in chunk.gradients]
         norms: Sequence[torch.Tensor | None] = [None] * len(parts)
-        if self._norms and parts:  # as `clip_grad_norm_` takes them; of one dtype
+        if self._norms and parts:  # as `clip_grad_norm_` needs them; of one dtype
             norms = torch._foreach_norm([chunk.gradients[part.name] for part in parts])
         for part, norm in zip(parts, norms, strict=True):
             gradient = chunk.gradients.pop(part.name)
@@ -156,7 +155,7 @@ class GradientMoves:
         return work, [source for _, source in (*writes, *copies)]
 
     def add(self, move: Move) -> Work:
-        """Add what arrived to what was there."""
+        """Add arrived gradients to earlier ones."""
         arrived = self._arrived.pop(move.unit, [])
 
         def work() -> None:
@@ -168,12 +167,12 @@ class GradientMoves:
         return work
 
     def clear(self) -> None:
-        """Forget what arrived in a step that was given up."""
+        """Forget the arrivals of an abandoned step."""
         self._arrived.clear()
 
 
 class SwappedUnit:
-    """Storages that a unit's forward saved for a swap, in groups of all there were; held weakly."""
+    """Storages that a unit's forward saved for a swap, by group; held weakly."""
 
     def __init__(self, storages: Sequence[SwappedStorage]) -> None:
         ranges = grouped([storage.num_bytes for storage in storages])
@@ -182,7 +181,7 @@ class SwappedUnit:
         self._group_bytes = tuple(sum(storage.num_bytes for storage in group) for group in groups)
 
     def in_share(self, share: tuple[float, float]) -> Iterator[SwappedStorage]:
-        """The storages in a share of the bytes that are still there."""
+        """The live storages in a share of the bytes."""
         for number in pieces_in(self._group_bytes, share):
             for reference in self._groups[number]:
                 if (storage := reference()) is not None:
@@ -192,8 +191,8 @@ class SwappedUnit:
 class Moves:
     """The data side of a program: chunks, swapped activations, optimizer pieces.
 
-    `program` is the one that ends with an update, which has every kind of move; `clear` sets which
-    one runs. `options` returns the hyperparameters that hold now. `team` updates beside compute.
+    `program` ends with an update and has every kind of move; `clear` sets the current one.
+    `options` returns the current hyperparameters. `team` updates beside compute.
     """
 
     def __init__(
@@ -214,8 +213,8 @@ class Moves:
         self.backend, self._swap_stores = backend, swap_stores
         self.buffers = Buffers(backend)
         self._factory, self._options = factory, options
-        # Moves that read states, by number, and the staging buffers that they fill in turn: for
-        # updates below, and on the device.
+        # Moves that read states, by number, and their staging buffers, used in turn: for updates on
+        # the host, and on the device.
         self._reads: dict[bool, dict[int, Move]] = {False: {}, True: {}}
         self._rings: dict[bool, list[torch.Tensor]] = {False: [], True: []}
         self._places: dict[int, int] = {}
@@ -224,39 +223,39 @@ class Moves:
                 reads = self._reads[plans[move.unit].states.update_on_device]
                 self._places[number] = len(reads) % STAGING_PIECES
                 reads[number] = move
-        # By unit: offsets and bytes of what is reserved for what it swaps.
+        # By unit: offsets and bytes of its swap regions.
         self._swap_regions: dict[int, list[tuple[int, int]]] = {}
-        # By the move that writes it: what an update on a stream reads, until it has ended. Some run
-        # on when the program's next run has begun.
+        # By writing move: the piece and inputs of an update on a stream, until it ends. Some run on
+        # into the program's next run.
         self._working: dict[int, tuple[Piece, object]] = {}
-        # By unit and range: pieces that are used in every step.
+        # By unit and range: pieces of every step.
         self._kept: dict[tuple[int, int, int], Piece] = {}
         self._gradients = GradientMoves(program, backend)
         self._reductions = None if ranks is None else Reductions(program, ranks, backend)
         self.clear(program)
 
     def clear(self, program: Program) -> None:
-        """Forget the program that ran, and do the moves of this one."""
+        """Forget the program that ran, and run the moves of this one."""
         self.program = program
         self.buffers.keep_for(())
         self._gradients.clear()
         if self._reductions is not None:
             self._reductions.clear()
-        self._swapped: dict[int, SwappedUnit] = {}  # what a unit's forward left
-        # By move: what stands until it has ended.
+        self._swapped: dict[int, SwappedUnit] = {}  # saved by a unit's forward
+        # By move: buffers held until it ends.
         self._held: dict[int, list[torch.Tensor]] = {}
         self._leaving: dict[int, list[SwappedStorage]] = {}
         self._arriving: dict[int, list[SwappedStorage]] = {}
         self._pieces: dict[tuple[int, int], Piece] = {}
-        self._chosen: Options | None = None  # the hyperparameters of this run's updates
+        self._chosen: Options | None = None  # this run's hyperparameters
 
     @property
     def may_make_staging(self) -> bool:
-        """Whether states are read, and have no staging buffers yet."""
+        """Whether states are read and staging buffers are missing."""
         return any(reads and not self._rings[there] for there, reads in self._reads.items())
 
     def make_staging(self) -> None:
-        """Allocate staging buffers between steps, once there are states, or parameters, to read."""
+        """Allocate staging buffers between steps, once there are states or parameters to read."""
         self._gradients.make_rooms(self.chunks)
         for on_device, reads in self._reads.items():
             owns = [self.chunks[move.unit].own for move in reads.values()]
@@ -274,7 +273,7 @@ class Moves:
             self._rings[on_device] = [empty(largest) for _ in range(count)]
 
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors that are on their way, and those that others pass through."""
+        """Tensors in flight, and the buffers that others pass through."""
         storages = [
             storage
             for storages in (*self._leaving.values(), *self._arriving.values())
@@ -286,20 +285,20 @@ class Moves:
 
     @property
     def host_bytes(self) -> int:
-        """Host bytes on their way to an optimizer there; on a CPU they are the device's."""
+        """Host bytes in flight to an optimizer there; on a CPU they count as the device's."""
         if self.backend.on_host:
             return 0
         return sum(one.numel() for one in (*self._rings[False], *self._gradients.rooms))
 
     def _read_with_states(self, chunk: Chunk) -> tuple[bool, bool]:
-        """Whether an update brings a chunk's parameters and its gradients with the states."""
+        """Whether an update reads parameters and gradients along with the states."""
         states = self.plans[chunk.unit].states
         assert not states.is_persistent
         step = self.program.settings, self.program.device
         return gradient_home(states, *step) != "in place", reads_gradients(states, *step)
 
     def start(self, number: int) -> Work:
-        """The move's work; what it needs is allocated now."""
+        """The move's work; allocates its buffers now."""
         move = self.program.moves[number]
         chunk = self.chunks[move.unit]
         match move.kind:
@@ -342,21 +341,21 @@ class Moves:
                 assert_never(move.kind)
 
     def arrive(self, number: int) -> None:
-        """A fetch has ended and its slot begins: give what it brought to the model."""
+        """Give a fetch's result to the model, at the start of its slot."""
         move = self.program.moves[number]
         chunk = self.chunks[move.unit]
         if move.kind in ("fetch", "all-gather"):
             regions = chunk.sharding.regions if chunk.sharding is not None else None
-            # Where ranks have shards of a group, their gather brings the last of it.
+            # If ranks have shards of a group, the gather completes it.
             gathered = move.kind == "all-gather"
             groups = chunk.groups_in(move.share)
             chunk.bind(n for n in groups if gathered or not (regions and regions[n]))
         elif move.kind == "swap in":
-            # From here on the saved tensors alone own what came back.
+            # From here on only the saved tensors own the fetched storages.
             self._arriving.pop(number, None)
 
     def end(self, number: int) -> None:
-        """The move has ended: free what stood for it."""
+        """Free a finished move's buffers."""
         self._held.pop(number, None)
         self._working.pop(number, None)
         for storage in self._leaving.pop(number, ()):
@@ -367,10 +366,10 @@ class Moves:
             if move.kind in ("all-reduce", "reduce-scatter"):
                 self._reductions.end(move, number, chunk)
             elif move.kind == "write states" and move.stop == chunk.own.num_trainable:
-                # With the last piece, the sum of its gradients has been used.
+                # The last piece has used the sum of its gradients.
                 chunk.offloaded_gradients.clear()
         elif move.kind == "write states":
-            # Updated in place, and no later piece needs them: these groups' last bytes are written.
+            # Updated in place, with no later piece: these groups' last bytes are written.
             gone = chunk.groups_in(move.share)
             self.buffers.give_up(chunk.release(gone))
             for part in chunk.slices:
@@ -378,12 +377,12 @@ class Moves:
                     chunk.gradients.pop(part.name, None)
 
     def give_sums(self) -> None:
-        """Give parameters what the ranks have added up in this backward."""
+        """Give parameters the reduced gradients of this backward."""
         if self._reductions is not None:
             self._reductions.give()
 
     def pass_boundary(self, fetches: Iterable[int]) -> None:
-        """Free what these fetches, the next to start, do not take of what left before them."""
+        """Free buffers of earlier evictions, except those that these next fetches reuse."""
         if not self.backend.on_host:
             return
         sizes: list[int] = []
@@ -407,9 +406,9 @@ class Moves:
         tier: StateTier | None = None,
         lent: bool = False,
     ) -> Work:
-        """Bring groups of a chunk to the device, one read per group, rank's range or copy.
+        """Fetch groups of a chunk, one read per group, rank's range or copy.
 
-        Of a split store, what lies on the tier; None: all. `lent`: not for a step of the program.
+        Of a split store, only the `tier`'s part; None: all. `lent`: outside the program's steps.
         """
         store, sharding = chunk.store, chunk.sharding
         assert store is not None
@@ -442,7 +441,7 @@ class Moves:
         return partial(do_all, reads)
 
     def all_gather(self, chunk: Chunk, groups: Iterable[int], *, lent: bool = False) -> Work:
-        """Bring the other ranks' ranges of groups; shards on the device are read by it."""
+        """Gather the other ranks' ranges of groups; it reads shards on the device itself."""
         sharding, own = chunk.sharding, chunk.own
         assert sharding is not None
         ranks = sharding.ranks
@@ -460,7 +459,7 @@ class Moves:
         return partial(do_all, gathers)
 
     def update_shard(self, chunk: Chunk) -> None:
-        """The optimizer's step on a shard on the device, by the thread that computes."""
+        """Update a shard on the device, on the compute thread."""
         own = chunk.own
         piece = Piece(own, 0, own.num_trainable, own.offloaded_gradients)
         piece.view_store()
@@ -468,7 +467,7 @@ class Moves:
         piece.write(parameters=False)
 
     def take_swapped(self, unit: int, storages: Sequence[SwappedStorage]) -> None:
-        """Give what a unit's forward saved places in the unit's regions of the store."""
+        """Assign a unit's saved storages to its regions of the store."""
         self._swapped[unit] = SwappedUnit(storages)
         if not storages:
             return
@@ -509,8 +508,8 @@ class Moves:
         moves = not parameters and not chunk.lasts
         piece = self._piece(chunk, *cuts, moves=moves)
         if chunk.spare is not None:
-            # A factor that comes later may be seen or not: the update is done again then, with
-            # gradients that are read anew.
+            # A later factor may or may not be seen: the update is then repeated with gradients read
+            # again.
             chunk.speculated = dict(piece.waiting)
         self._pieces[move.unit, move.start] = piece
         if not parameters:
@@ -522,18 +521,18 @@ class Moves:
         return lambda: piece.read(buffer, parameters=parameters, gradients=gradients)
 
     def _piece(self, chunk: Chunk, start: int, stop: int, *, moves: bool) -> Piece:
-        """A range of a chunk with the gradients that wait: the same in each step of most chunks.
+        """A range of a chunk with its gradients: the same in each step of most chunks.
 
-        `moves`: where its optimizer runs, parameters are elsewhere in each step: nothing is kept.
+        `moves`: where its optimizer runs, parameters move in each step: nothing is cached.
         """
         place = chunk.unit, start, stop
         piece = None if moves else self._kept.get(place)
         if piece is None:
-            self._kept.pop(place, None)  # it has views of a buffer that lasted
+            self._kept.pop(place, None)  # it has views of a former long-lived buffer
             states = self.plans[chunk.unit].states
             assert not states.is_persistent
             home = gradient_home(states, self.program.settings, self.program.device)
-            # A sum on the device is elsewhere in each step, and would stay there with the piece.
+            # A sum on the device moves in each step; a cached piece would keep it alive.
             sums = self._reductions is not None and home == "device"
             piece = Piece(
                 chunk,
@@ -561,7 +560,7 @@ class Moves:
         for part, low, high in piece.parts:
             gradient = chunk.gradients.get(part.name)
             if gradient is not None:
-                # Kept, so that a parameter in several pieces is copied once at most.
+                # Cached: a parameter in several pieces is copied once at most.
                 if gradient.stride() != part.stride:
                     gradient = chunk.gradients[part.name] = dense(gradient, part.stride)
                 flat = gradient.as_strided((part.numel,), (1,))

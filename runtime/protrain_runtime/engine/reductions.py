@@ -1,11 +1,11 @@
-"""Gradients that ranks add up: the work of their reductions, and whose the sums are.
+"""Gradients that ranks reduce: the work of the reductions, and the owners of the sums.
 
-The arithmetic of several ranks is that of DistributedDataParallel: every rank multiplies its
-gradients by one over the number of ranks, then they are added. A persistent chunk's are added where
-they are. Those of shared chunks are copied, when their slot has ended, to buffers that are cut into
-the ranks' ranges, group by group. What a rank has no gradient for counts as zeros, if another rank
-has one. Where every micro-batch is reduced, its sums are added to this rank's shard of those of
-earlier ones, as FSDP2 adds them. The shard stands on the device until the last one.
+The arithmetic is DistributedDataParallel's: every rank multiplies its gradients by 1 / ranks, then
+they are added. Gradients of a persistent chunk are reduced in place, those of shared chunks are
+copied at the end of their slot to buffers cut into the ranks' ranges, group by group. A missing
+gradient counts as zeros if another rank has one. If every micro-batch is reduced, its sums are
+added to this rank's shard of earlier ones, as in FSDP2. The shard stays on the device until the
+last one.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,21 +33,18 @@ Work = Callable[[], None]
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum under way: flat buffers by group or part, and how many ranks have each gradient.
-
-    `before` are the sums of earlier micro-batches that it is added to.
-    """
+    """A sum in flight: flat buffers, ranks with each gradient, sums `before` of micro-batches."""
 
     buffers: dict[int, torch.Tensor]
     parts: list[Slice]
-    present: list[bool]  # by part: whether this rank has a gradient
+    present: list[bool]  # by part: whether this rank has the gradient
     counts: torch.Tensor  # int32 [parts]
     before: dict[str, GradientInStore] = field(default_factory=dict[str, GradientInStore])
 
     def missing(self) -> list[Slice]:
-        """The parts that no rank has a gradient of."""
+        """The parts without a gradient on any rank."""
         if all(self.present):
-            return []  # the device is not looked at, which the host would wait for
+            return []  # no device read, which the host would wait for
         return [p for p, n in zip(self.parts, self.counts.tolist(), strict=True) if not n]
 
 
@@ -58,20 +55,20 @@ class Reductions:
         self._settings, self._device = program.settings, program.device
         self._ranks, self._backend = ranks, backend
         self._sums: dict[int, _Sum] = {}
-        self._whole: list[_Sum] = []  # of persistent chunks: the parameters get them last
-        # By unit and group: this rank's part of a sum, on its way to where its optimizer runs.
+        self._whole: list[_Sum] = []  # of persistent chunks: given to parameters last
+        # By unit and group: this rank's shard of a sum, on its way to its optimizer.
         self._leaving: dict[tuple[int, int], torch.Tensor] = {}
-        # So the part of the sums of micro-batches before.
+        # Likewise for sums of earlier micro-batches.
         self._added: dict[tuple[int, int], torch.Tensor] = {}
 
     def clear(self) -> None:
-        """Forget the sums of a step that was given up."""
+        """Forget the sums of an abandoned step."""
         self._sums.clear()
         self._whole.clear()
         self._leaving.clear()
 
     def all_reduce(self, number: int, chunk: Chunk) -> Work:
-        """Add up a persistent chunk's gradients; `end` gives them to the parameters."""
+        """Reduce a persistent chunk's gradients; `end` gives them to the parameters."""
         parts = [part for part in chunk.slices if part.trainable]
         present = [part.name in chunk.gradients for part in parts]
         gradients: dict[int, torch.Tensor] = {}
@@ -88,14 +85,14 @@ class Reductions:
         return partial(do_all, [partial(self._ranks.all_reduce, each) for each in summed])
 
     def _counts(self, present: Sequence[bool]) -> torch.Tensor:
-        # Not from a list, which the host would wait to have copied.
+        # Not from a list: the host would wait for its copy.
         counts = torch.ones(len(present), dtype=torch.int32, device=self._backend.device)
         for index in (index for index, there in enumerate(present) if not there):
             counts[index].zero_()
         return counts
 
     def _collect(self, chunk: Chunk, groups: range) -> _Sum:
-        """Copy gradients to the buffers in which they are added, and free them."""
+        """Copy gradients to reduction buffers, and free them."""
         buffers: dict[int, torch.Tensor] = {}
         parts: list[Slice] = []
         present: list[bool] = []
@@ -118,7 +115,7 @@ class Reductions:
         return _Sum(buffers, parts, present, self._counts(present))
 
     def end(self, move: Move, number: int, chunk: Chunk) -> None:
-        """The sum is there: of a persistent chunk until `give`."""
+        """The sum is complete; a persistent chunk's waits for `give`."""
         total = self._sums.pop(number)
         if move.kind == "all-reduce":
             self._whole.append(total)
@@ -130,7 +127,7 @@ class Reductions:
     def give(self) -> None:
         """Give parameters their sums at the end of backward; RuntimeError if one has more by now.
 
-        A unit that read a parameter in no profiled step may have come after the sum.
+        A unit that read a parameter in no profiled step may have run after the sum.
         """
         for total in self._whole:
             missing = total.missing()
@@ -148,7 +145,7 @@ class Reductions:
     def reduce_scatter(
         self, number: int, move: Move, chunk: Chunk, states: Placement, *, updating: bool
     ) -> Work:
-        """Add up a share of a chunk's gradients, of which this rank keeps its shard."""
+        """Reduce a share of a chunk's gradients to this rank's shard."""
         assert not states.is_persistent and chunk.sharding is not None
         own, settings, ranks = chunk.own, self._settings, self._ranks
         total = self._collect(chunk, chunk.gradient_groups_in(move.share))
@@ -224,7 +221,7 @@ class Reductions:
         return work
 
     def spill(self, move: Move, chunk: Chunk) -> tuple[Work, list[torch.Tensor]]:
-        """Bring a share of the sum to where its optimizer runs; with the work, what it reads."""
+        """Copy a share of the sum to its optimizer's device; returns the work and its inputs."""
         own = chunk.own
         store, sharding = own.gradient_store, chunk.sharding
         assert store is not None and sharding is not None

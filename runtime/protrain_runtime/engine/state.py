@@ -1,4 +1,4 @@
-"""Where a step is: one phase and all that changes it; and what its chunks hold at one moment."""
+"""The state of a step: one phase and its transitions; and snapshots of the chunks' bytes."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -62,7 +62,7 @@ class StepState:
         self.slot = slot
 
     def end_slots(self) -> None:
-        """The forward and its backward have ended, or are given up."""
+        """The forward and its backward have ended, or were given up."""
         if self.slot >= 0 and self.phase is not Phase.TORN:
             self.phase = Phase.IDLE
         self.slot = -1
@@ -93,7 +93,7 @@ class StepState:
         return self.updates_in_backward and self.num_backwards >= self.micro_batches
 
     def settle(self, what: str) -> None:
-        """RuntimeError, saying `what`, where some parameters are updated and some are not."""
+        """RuntimeError, with `what`, if only some parameters are updated."""
         if self.phase is Phase.TORN or (self.updating and self.in_backward):
             raise RuntimeError(
                 f"{what} after backward() was cut short: this plan updates parameters"
@@ -165,13 +165,13 @@ def memory_snapshot(
     *,
     device: torch.device,
 ) -> MemorySnapshot:
-    """Bytes in a slot: of the chunks, `moving` to or from the device, and in `staging`."""
+    """Bytes in a slot: of the chunks, of `moving` tensors, and in `staging`."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters]
     taken = [gradient for chunk in chunks for gradient in chunk.gradients.values()]
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers.values()]
     staying = [chunk for chunk in chunks if chunk.store is None]
     kept = [p for chunk in staying for p in (*chunk.parameters, *chunk.aside.values())]
-    in_all = 0  # where the system does not say
+    in_all = 0  # the system does not say
     if not devices.on_host(device):
         in_all = torch.accelerator.memory_allocated(device)
     else:
@@ -188,7 +188,7 @@ def memory_snapshot(
 
 
 def refuse_unzeroed_gradient(consuming: Iterable[Chunk]) -> None:
-    """RuntimeError where a backward would add to a gradient that an update has used up."""
+    """RuntimeError if a backward would add to a gradient that an update has consumed."""
     if name := unzeroed_gradient(consuming):
         raise RuntimeError(
             f"the gradient of {name!r} was not zeroed after optimizer.step(): plain PyTorch"
@@ -199,7 +199,7 @@ def refuse_unzeroed_gradient(consuming: Iterable[Chunk]) -> None:
 
 
 def has_no_gradients(chunks: Iterable[Chunk]) -> bool:
-    """Whether there are none so far, or they were dropped: a loss scaler skips steps."""
+    """Whether all gradients are absent: none so far, or dropped by a loss scaler."""
     with plainly():
         for chunk in chunks:
             for part in chunk.slices:
@@ -209,20 +209,20 @@ def has_no_gradients(chunks: Iterable[Chunk]) -> bool:
 
 
 def held_bytes(tensors: Iterable[torch.Tensor | None], device: torch.device) -> int:
-    """Bytes of those tensors that are on `device`, each storage once; stand-ins hold nothing."""
+    """Bytes of the tensors on `device`, each storage once; stand-ins have none."""
     real = [t for t in tensors if t is not None and not isinstance(t, ConsumedGradient)]
     return storage_bytes(t for t in real if t.device == device)
 
 
 def unzeroed_gradient(chunks: Iterable[Chunk]) -> str | None:
-    """A parameter whose gradient the plan used in the last step, and was not zeroed."""
+    """A parameter whose consumed gradient was not zeroed; None if there is none."""
     consumed = (part for chunk in chunks for part in chunk.consumed)
     used = (part.name for part in consumed if isinstance(part.parameter.grad, UsedGradient))
     return next(used, None)
 
 
 def speculation_holds(chunks: Sequence[Chunk]) -> bool:
-    """Whether speculative updates used the gradients as they are; waits for factors."""
+    """Whether speculative updates used the final gradients; waits for factors."""
     for chunk in chunks:
         used, there = chunk.speculated, chunk.offloaded_gradients
         if used is None or chunk.gradients or used.keys() != there.keys():

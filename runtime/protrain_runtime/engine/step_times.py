@@ -1,7 +1,7 @@
-"""When the slots and moves of a step ran, seen where they start and end.
+"""Times of a step's slots and moves, taken where they start and end.
 
-What runs on the host is timed by the host's clock. What runs on a stream is timed by events in
-that stream, which cost no wait; both count from one moment, at which the device had nothing to do.
+Host work is timed by the host's clock, stream work by events in that stream, which cost no wait.
+Both count from one moment at which the device was idle.
 """
 
 import time
@@ -15,25 +15,25 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import WorkLane
 
 Stamp = float | torch.Event
-"""A moment: the host's clock, or an event that a stream reaches."""
+"""A moment: the host's clock, or an event in a stream."""
 
 
 _Span = tuple[str, str, Stamp, Stamp]
-"""The name of a lane and of what it ran, when it started and when it ended."""
+"""The names of a lane and its work, with start and end."""
 
 
 class StepTimes:
-    """Times the steps of `program`; `last`: events and seconds of the last that ended."""
+    """Times the steps of `program`; `last`: events and seconds of the last complete step."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
         self._program, self._device = program, device
         self._on_host = devices.on_host(device)
         self.last: tuple[tuple[Event, ...], float] | None = None
         self._spans: list[_Span] = []
-        self._slot: tuple[str, Stamp] | None = None  # that computes, and since when
+        self._slot: tuple[str, Stamp] | None = None  # the slot that computes, and its start
 
     def begin(self) -> None:
-        """A step begins; what was seen of one that did not end is forgotten."""
+        """Begin a step; drop the times of an unfinished one."""
         self._spans, self._slot = [], None
         self._origin_event = None
         devices.synchronize(self._device)
@@ -45,7 +45,7 @@ class StepTimes:
         self._origin_s = (before + after) / 2  # the event came in between
 
     def enter(self, slot: int) -> None:
-        """A slot begins to compute; the one after the last is the device's update."""
+        """A slot begins to compute; the slot after the last is the device's update."""
         self._slot = (self._program.slot_name(slot), self._now())
 
     def leave(self) -> None:
@@ -56,9 +56,9 @@ class StepTimes:
             self._slot = None
 
     def timed(self, number: int, work: Callable[[], None], lane: WorkLane) -> Callable[[], None]:
-        """The work of a move, which notes when its lane runs it."""
+        """The work of a move, timed on its lane."""
         name, lane_name = self._program.move_name(number), str(self._program.moves[number].lane)
-        spans = self._spans  # of this step, whenever the lane comes to it
+        spans = self._spans  # of this step, even if the lane runs late
         stamp: Callable[[], Stamp] = self._event if lane.on_stream else time.perf_counter
         copies = self._program.moves[number].lane.direction in ("fetch", "spill")
 
@@ -74,7 +74,7 @@ class StepTimes:
         return run
 
     def end(self) -> None:
-        """Every move of the step has ended, and so has the device's update."""
+        """All moves of the step and the device's update have ended."""
         devices.synchronize(self._device)
         step_seconds = time.perf_counter() - self._origin_s
         events = [
@@ -85,7 +85,7 @@ class StepTimes:
         self.last = tuple(by_start), step_seconds
 
     def _seconds(self, stamp: Stamp) -> float:
-        """From the step's origin on; the device has come to the step's end."""
+        """Seconds since the step's origin; the device has reached the step's end."""
         if isinstance(stamp, float):
             return stamp - self._origin_s
         assert self._origin_event is not None

@@ -1,4 +1,4 @@
-"""The facts that the engine asks of a program at every boundary, worked out once."""
+"""The program's facts for every boundary, computed once."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Table(NamedTuple):
 
     @staticmethod
     def of(program: Program, plans: Sequence[UnitPlan]) -> "Table":
-        """Work it out."""
+        """Compute the table."""
         names = [program.move_name(number) for number in range(len(program.moves))]
         running: list[int] = []
         ends: list[list[int]] = []

@@ -3,7 +3,7 @@
     optimizer = use_plan(accelerator, model, optimizer, "plan.yaml")
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-`accelerate` is asked for what it documents: `device`, `mixed_precision`, `num_processes`,
+Only documented attributes of `accelerate` are read: `device`, `mixed_precision`, `num_processes`,
 `gradient_accumulation_steps`, `autocast_handler`.
 """
 
@@ -43,13 +43,13 @@ def use_plan(
     spill_directory: Path | str | None = None,
     check: Check | None = None,
 ) -> PlannedOptimizer:
-    """Make `model` follow `plan`, in place; returns the optimizer that takes `optimizer`'s place.
+    """Make `model` follow `plan`, in place; returns the optimizer that replaces `optimizer`.
 
-    Model and optimizer are as they were made, before `accelerator.prepare`; schedulers that were
-    made for `optimizer` stay right. `accelerator.accumulate`, `clip_grad_norm_` (under a plan with
-    `--clip`), `save_state` and `load_state` are used as ever. `weights`, `spill_directory` and
-    `check` are `prepare`'s; with weights the model was built in `without_parameters()`.
-    Raises ProtrainError where the accelerator does not train as planned, and where `prepare` does.
+    Model and optimizer are not yet prepared by `accelerator.prepare`; schedulers of `optimizer`
+    stay valid. `accelerator.accumulate`, `clip_grad_norm_` (under a plan with `--clip`),
+    `save_state` and `load_state` work as usual. `weights`, `spill_directory` and `check` are
+    `prepare`'s; with weights the model was built in `without_parameters()`. Raises ProtrainError if
+    the accelerator does not train as planned, and as `prepare` does.
     """
     record, source = loaded(plan)
     check_loop(
@@ -57,7 +57,7 @@ def use_plan(
         ACCELERATE,
         source=source,
         micro_batches=accelerator.gradient_accumulation_steps,
-        clips=False,  # whether the loop clips shows when it does
+        clips=False,  # clipping shows when it happens
         autocast=autocast_of(accelerator),
         compiles=compiles(accelerator),
         num_ranks=accelerator.num_processes,
@@ -70,7 +70,7 @@ def use_plan(
 
 
 def autocast_of(accelerator: Accelerator) -> DType | None:
-    """Return the dtype that a model prepared by the accelerator computes in."""
+    """The autocast dtype of models prepared by the accelerator."""
     found: dict[str, DType] = {"bf16": "bfloat16", "fp16": "float16"}
     return found.get(accelerator.mixed_precision)
 
@@ -81,10 +81,10 @@ def compiles(accelerator: Accelerator) -> bool:
 
 
 def leave_to_the_plan(accelerator: Accelerator, plan: Plan) -> None:
-    """Keep `accelerator` from what would break the plan: casts that stay, and wrapped models."""
+    """Keep `accelerator` from breaking the plan by cached casts or wrapped models."""
     handler = accelerator.autocast_handler or AutocastKwargs()
     # The cache of cast weights would keep a copy of every parameter.
     accelerator.autocast_handler = replace(handler, cache_enabled=False)
     if plan.group.num_devices > 1:
-        # The plan sums gradients. What `prepare` does for evaluation is all that its model needs.
+        # The plan sums gradients; its model needs only `prepare`'s evaluation mode.
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)

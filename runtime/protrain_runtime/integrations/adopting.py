@@ -1,4 +1,4 @@
-"""Shared code of the integrations: loops are compared with the plan, optimizers follow it."""
+"""Shared code of the integrations: checks of loops against the plan, planned optimizers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _EACH_BLOCK = "; under a plan from protrain profile --compile each block is comp
 
 
 def loaded(plan: Plan | Path | str) -> tuple[Plan, str | None]:
-    """The plan, and the file that it came from."""
+    """The plan, and its file if read from one."""
     if isinstance(plan, Plan):
         return plan, None
     return read_plan(Path(plan)), str(plan)
@@ -33,12 +33,11 @@ def follow(
     spill_directory: Path | str | None = None,
     check: Check | None = None,
 ) -> PlannedOptimizer:
-    """`prepare`, with an optimizer that was made already and has made no step.
+    """`prepare` with an existing optimizer that has not stepped.
 
-    Its class, its groups and its options are used; schedulers that were made for it act on the
-    planned optimizer, whose groups it shares.
-    Raises ProtrainError, and leaves the model as it was, where `prepare` does, where the optimizer
-    has states or parameters of others, and where the model is compiled.
+    Its class, groups and options are used; its schedulers act on the planned optimizer, which
+    shares its groups. Raises ProtrainError, with the model unchanged, as `prepare` does, and for an
+    optimizer with states or other parameters, or a compiled model.
     """
     if hasattr(model, "_orig_mod"):
         raise ProtrainError(
@@ -58,11 +57,11 @@ def follow(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework's name and settings, as errors say them."""
+    """A framework's name and settings, for errors."""
 
     name: str
     accumulating: str  # the setting of micro-batches per update
-    casting: Mapping[DType | None, str]  # what computes under autocast in a dtype, or without it
+    casting: Mapping[DType | None, str]  # the setting for autocast in a dtype, or without autocast
 
 
 def check_loop(
@@ -76,7 +75,7 @@ def check_loop(
     compiles: bool,
     num_ranks: int,
 ) -> None:
-    """ProtrainError where the framework would not do what the plan counts on."""
+    """ProtrainError if the framework would not train as planned."""
     name = framework.name
     if num_ranks != plan.group.num_devices:
         planned_for = "one" if plan.group.num_devices == 1 else str(plan.group.num_devices)
@@ -118,8 +117,8 @@ def check_loop(
             key="settings.updates",
             fix="plan with --clip",
         )
-    # With updates after backward a plan for several micro-batches has room for any number; several
-    # ranks have to know which one is the last, whose gradients they sum.
+    # With updates after backward, a plan for several micro-batches has room for any number; several
+    # ranks must know the last one, whose gradients they sum.
     for_updates = plan.settings.micro_batches
     any_number = after_backward and for_updates > 1 and plan.group.num_devices == 1
     if micro_batches != for_updates and not any_number:

@@ -3,8 +3,8 @@
     trainer = lightning.Trainer(callbacks=[UsePlan("plan.yaml")])
     trainer.fit(module, loader)
 
-The plan is for the network that the `LightningModule` holds (`module.model`, or another attribute);
-its optimizer and scheduler are those of `configure_optimizers`.
+The plan is for the `LightningModule`'s network (`module.model`, or another attribute); optimizer
+and scheduler are those of `configure_optimizers`.
 """
 
 from pathlib import Path
@@ -100,7 +100,7 @@ class UsePlan(Callback):
         )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the plan: the network is on its device, and the optimizer has made no step."""
+        """Attach the plan: the network is on its device, the optimizer has not stepped."""
         if len(trainer.optimizers) != 1:
             raise ProtrainError(
                 f"{type(pl_module).__name__} has {len(trainer.optimizers)} optimizers, and a plan"
@@ -120,7 +120,7 @@ class UsePlan(Callback):
         ]
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        """Count updates from here: training may go on from a checkpoint."""
+        """Count updates from here: training may resume from a checkpoint."""
         self._num_updates = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

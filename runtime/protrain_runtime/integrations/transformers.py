@@ -1,12 +1,12 @@
-"""Plans in Hugging Face's `Trainer`, and in whatever is made of it: one line before `train`.
+"""Plans in Hugging Face's `Trainer` and its subclasses: one line before `train`.
 
     trainer = Trainer(model, args, train_dataset=...)
     use_plan(trainer, "plan.yaml")
     trainer.train()
 
-The plan is attached when the trainer makes its optimizer: `create_optimizer` is the method that
-`transformers` documents for being overridden. It runs once the model is where it trains and before
-anything wraps it. On several ranks nothing wraps it, and all of them save together.
+The plan is attached in `create_optimizer`, which `transformers` documents for overriding. It runs
+after the model is on its device and before it is wrapped. On several ranks the model stays
+unwrapped, and all ranks save together.
 """
 
 import warnings
@@ -40,13 +40,12 @@ def use_plan(
 ) -> None:
     """Make `trainer` train under `plan`, from its next `train()` on.
 
-    The trainer's own optimizer (`optim`, `learning_rate`, ... or `optimizers=`), scheduler,
-    accumulation, clipping, evaluation and checkpoints are used as they are. It takes the norm of
-    the gradients in every step, so the plan has to be made with `--clip`. Activation checkpointing
-    is switched off, with a warning: the plan decides. `weights`, `spill_directory` and `check` are
-    those of `prepare`; with weights the model was built in `without_parameters()`.
-    Raises ProtrainError where the trainer does not train as planned. `train()` raises it where the
-    model or the optimizer cannot follow the plan.
+    The trainer's optimizer (`optim`, `learning_rate`, ... or `optimizers=`), scheduler,
+    accumulation, clipping, evaluation and checkpoints work as usual. It takes the norm of the
+    gradients in every step, so the plan needs `--clip`. Activation checkpointing is switched off,
+    with a warning: the plan decides. `weights`, `spill_directory` and `check` are `prepare`'s; with
+    weights the model was built in `without_parameters()`. Raises ProtrainError if the trainer does
+    not train as planned; `train()` raises it if the model or the optimizer cannot follow the plan.
     """
     record, source = loaded(plan)
     args, accelerator = trainer.args, trainer.accelerator
@@ -63,12 +62,12 @@ def use_plan(
         TRAINER,
         source=source,
         micro_batches=args.gradient_accumulation_steps,
-        clips=True,  # it logs the norm of the gradients, even where it does not clip
+        clips=True,  # it logs the gradients' norm, even without clipping
         autocast=autocast_of(accelerator),
         compiles=compiles(accelerator),
         num_ranks=accelerator.num_processes * max(1, args.n_gpu),
     )
-    # The second is the name before transformers 5.2x; both are there for a while.
+    # The second is the name before transformers 5.2x; both exist for a while.
     names = ("activation_checkpointing", "gradient_checkpointing")
     if any(getattr(args, name, False) for name in names):
         for name in names:
@@ -83,7 +82,7 @@ def use_plan(
     def create_optimizer(model: nn.Module | None = None) -> torch.optim.Optimizer:
         nonlocal following
         create(model)
-        if trainer.model is not following:  # a later train() has another one from model_init
+        if trainer.model is not following:  # a later train() gets another one from model_init
             leave_to_the_plan(trainer.accelerator, record)
             if record.group.num_devices > 1:
                 _save_together(trainer)
@@ -103,7 +102,7 @@ def use_plan(
 
 
 def _save_together(trainer: Trainer) -> None:
-    """Make all ranks take part in rank 0's saves: each has a part of what it writes."""
+    """Make all ranks join rank 0's saves: each has a part of the data."""
     save, save_optimizer = trainer._save, trainer._save_optimizer_and_scheduler
 
     def save_model(output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -1,1 +1,1 @@
-"""The user's objects: a planned model and its optimizer, and their habits with them."""
+"""The user's objects: a planned model, its optimizer, and their use between steps."""

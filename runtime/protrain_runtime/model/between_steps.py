@@ -1,7 +1,7 @@
-"""Habits of users with a planned model between steps.
+"""Use of a planned model between steps.
 
-`full_parameters` has offloaded parameters on the device, to look at or change. `MovingAverage`
-keeps averaged parameters where the parameters are.
+`full_parameters` brings offloaded parameters to the device, to read or change. `MovingAverage`
+keeps averaged parameters in the tiers of the parameters.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from protrain_runtime.states.chunks import (
 
 
 class FullParameters:
-    """The context of `full_parameters`, which takes `num_bytes` of the device while inside."""
+    """The context of `full_parameters`; takes `num_bytes` of the device while inside."""
 
     def __init__(self, model: nn.Module, *, modify: bool, units: Collection[str] | None) -> None:
         self._model, self._modify = model, modify
@@ -104,26 +104,25 @@ class FullParameters:
 def full_parameters(
     model: nn.Module, modify: bool = False, *, units: Collection[str] | None = None
 ) -> FullParameters:
-    """A context in which the model's parameters are on its device, whole, between steps.
+    """A context in which the model's parameters are whole and on its device, between steps.
 
         with protrain_runtime.full_parameters(model):
             norms = [parameter.norm() for parameter in model.parameters()]
 
-    `units` are names of the plan's units: those alone are brought, so that a loop over them takes
-    the memory of the largest. What is written stays with `modify=True`, and is an error without.
-    `.num_bytes` of what this returns says what it takes before it is entered; where there is less,
-    entering raises NoRoomError. Models that follow no plan have all of theirs: nothing happens.
-    On several devices all ranks enter it together, and write the same. Training steps, saving and
-    loading come after it. Raises ProtrainError for a unit that the plan does not have.
+    `units` names units of the plan: only these are brought, so a loop over units takes the memory
+    of the largest. Writes persist with `modify=True` and are an error without. `.num_bytes` of the
+    result is its size before it is entered; NoRoomError if the device has less. A no-op for models
+    without a plan. All ranks enter together and write the same. Training steps, saving and loading
+    come after it. Raises ProtrainError for an unknown unit.
     """
     return FullParameters(model, modify=modify, units=units)
 
 
 def _differs(chunk: Chunk, part: Slice) -> bool:
-    """Whether a parameter's bytes are others than those in the store, looked at in pieces."""
+    """Whether a parameter's bytes differ from the store's, compared in pieces."""
     here = part.parameter.detach()
     if here.stride() != part.stride:
-        return True  # another tensor was put there
+        return True  # another tensor was put in its place
     flat = flat_storage_order(here).view(torch.uint8)
     place = place_of(chunk, part)
     if place is None:
@@ -143,7 +142,7 @@ Average = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
 
 
 class MovingAverage:
-    """The averages that `AveragedModel` computes, to the bit, one parameter at a time.
+    """The averages of `AveragedModel`, bit for bit, one parameter at a time.
 
         average = protrain_runtime.MovingAverage(model)
         ...
@@ -154,11 +153,11 @@ class MovingAverage:
             evaluate(model)
 
     `multi_avg_fn` is that of `torch.optim.swa_utils`: by default an exponential average with a
-    decay of 0.999. The average of an offloaded parameter is in the tier of its unit's states, that
-    of another one on the device: `num_bytes` in all, as much again as the parameters, which plans
-    do not count. An update brings the largest parameter and its average to the device. Frozen
-    parameters that have a common copy are their own averages. Averages end with `restore(model)`.
-    ProtrainError where a tier has no room for them.
+    decay of 0.999. The average of an offloaded parameter is in its unit's state tier, others are on
+    the device: `num_bytes` in all, the size of the parameters, which plans do not count. An update
+    brings the largest parameter and its average to the device. Frozen parameters with a common copy
+    are their own averages. Averages end with `restore(model)`. ProtrainError if a tier has no room
+    for them.
     """
 
     def __init__(self, model: nn.Module, multi_avg_fn: Average | None = None) -> None:
@@ -168,7 +167,7 @@ class MovingAverage:
         self.n_averaged = 0
         prepared = prepared_of(model)
         self._offloaded = offloaded_parameters(prepared)
-        # Of offloaded chunks, or this rank's part: another set of the parameters in the store.
+        # Of offloaded chunks, or this rank's shards: a second copy of the parameters in the store.
         self._below: list[tuple[Chunk, Copy]] = []
         for chunk in prepared.chunks if prepared else ():
             if chunk.store is not None:
@@ -182,14 +181,14 @@ class MovingAverage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the averages, of ranks this one's, in all tiers."""
+        """Bytes of the averages in all tiers, on this rank."""
         below = sum(chunk.parameter_bytes for chunk, _ in self._below)
         return below + sum(held.nbytes for held in self._held.values())
 
     @guarded("MovingAverage.update()", lambda average: thread_guard_of(average._model))
     @torch.no_grad()
     def update(self) -> None:
-        """Average the parameters as they are now. Between steps; RuntimeError elsewhere."""
+        """Average the current parameters. RuntimeError except between steps."""
         self._check("MovingAverage.update() was called")
         parameters = dict(self._model.named_parameters())
         for name, held in self._held.items():
@@ -217,7 +216,7 @@ class MovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Have averages in place of the parameters inside, for evaluation and state dicts."""
+        """Replace parameters by their averages inside, for evaluation and state dicts."""
         if not self.n_averaged:
             raise RuntimeError("MovingAverage.applied() was entered before the first update()")
         self._check("MovingAverage.applied() was entered")
@@ -240,7 +239,7 @@ class MovingAverage:
             self._held[name], parameters[name].data = parameters[name].data, held
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by name, as copies in memory all at once, and how many were averaged."""
+        """The averages by name, all copied to memory at once, and the number of updates."""
         names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         with self.applied():
             state = self._model.state_dict()
@@ -249,7 +248,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, under any plan. ProtrainError for another model."""
+        """Continue from `state_dict`'s result, under any plan. ProtrainError for another model."""
         averages: Mapping[str, torch.Tensor] = state_dict["parameters"]
         shapes = {name: parameter.shape for name, parameter in self._model.named_parameters()}
         for name, shape in shapes.items():

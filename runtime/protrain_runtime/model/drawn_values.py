@@ -1,4 +1,4 @@
-"""A new model's values on their way into the places that a plan has made for them."""
+"""A new model's values on their way to their planned tiers."""
 
 import torch
 from torch import nn
@@ -9,17 +9,17 @@ from protrain_runtime.states.values import unpacked_values
 
 
 class DrawnValues:
-    """The numbers that a model's constructor has drawn, by parameter; they go as they are used."""
+    """The values that a model's constructor drew, by parameter; each is dropped after use."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
         self._values = values
 
     def facts(self) -> str:
-        """Words that all ranks say alike: all of them take rank 0's numbers."""
+        """The same text on all ranks: all take rank 0's values."""
         return "drawn"
 
     def fill(self, model: nn.Module, prepared: Prepared) -> None:
-        """Bring every value to its place; ranks get rank 0's."""
+        """Copy every value to its place; ranks get rank 0's."""
         ranks, offloaded = prepared.ranks, offloaded_parameters(prepared)
         packed = {name: unpacked for _, name, unpacked in unpacked_values(model, offloaded)}
         for name, parameter in model.named_parameters():

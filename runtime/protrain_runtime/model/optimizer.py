@@ -1,10 +1,9 @@
-"""`PlannedOptimizer`: a real `torch.optim.Optimizer` over parameters that live in several places.
+"""`PlannedOptimizer`: a `torch.optim.Optimizer` over parameters in several places.
 
-Parameters of persistent chunks are updated by the user's optimizer itself, in `step()` or, one
-chunk after the other, while backward runs. Those of offloaded chunks are updated piece by piece:
-while backward runs, or in `step()` too where the plan's updates come after backward; `step()` waits
-for the last of them. Every update is done by the user's own class with the options that its group
-holds.
+The user's optimizer itself updates parameters of persistent chunks, in `step()` or chunk by chunk
+during backward. Offloaded chunks are updated in pieces: during backward, or in `step()` if the plan
+updates after backward; `step()` waits for the last piece. Every update runs the user's class with
+the current options of its group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ from protrain_runtime.states.stepping import (
 )
 
 ParameterGroups = Iterable[Any]
-"""Groups, parameters, or parameters with their names, as PyTorch's optimizers take them."""
+"""Groups, parameters, or named parameters, as PyTorch's optimizers take them."""
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -48,8 +47,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
     or in `groups`, and those of offloaded chunks.
     """
 
-    # A fused optimizer would be asked to unscale in its kernel: `GradScaler` unscales itself here,
-    # to the same bits where the scale is a power of two, as it is by default.
+    # `GradScaler` would ask a fused optimizer to unscale in its kernel. Here it unscales itself:
+    # the same bits if the scale is a power of two, as by default.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -60,13 +59,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if given and not isinstance(given[0], Mapping):
             given = [{"params": given}]  # one group, as in PyTorch
         self.factory, self.inner = factory, factory([dict(group) for group in given])
-        # By identity, which takes no call of a parameter's own.
+        # By identity: calls no code of a parameter's.
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._chunks: Sequence[Chunk] = ()
         self._persistent: Sequence[Chunk] = ()
         self._engine: Engine | None = None
-        self._used: list[dict[str, Any]] = []  # the groups' options when backward updated with them
-        self._mode_listeners: list[Callable[[str], object]] = []  # of modes
+        self._used: list[dict[str, Any]] = []  # the groups' options at updates in backward
+        self._mode_listeners: list[Callable[[str], object]] = []  # of `train` and `eval`
         groups, states = self.inner.param_groups, self.inner.state
         super().__init__(groups, self.inner.defaults)
         # The groups are the inner optimizer's, not copies: one set of options.
@@ -76,21 +75,21 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @property
     def kind(self) -> type[torch.optim.Optimizer]:
-        """The user's class, which does the updates."""
+        """The user's class, which updates."""
         return type(self.inner)
 
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
-        """Take charge of `chunks`, of which `engine` updates what is offloaded."""
+        """Take charge of `chunks`; `engine` updates the offloaded ones."""
         self._chunks = [chunk for chunk in chunks if chunk.store is not None]
         self._persistent = [chunk for chunk in chunks if chunk.store is None]
         self._engine = engine
         self._states.attach(self._chunks, engine)
 
     def __getattr__(self, name: str) -> Any:
-        """Give what the user's class adds: attributes, and methods, which see this optimizer.
+        """Attributes and methods of the user's class; methods see this optimizer.
 
-        A method works on `param_groups`, `state` and gradients of all parameters, wherever they
-        are. `train` and `eval`, the modes of schedule-free ones, change values of parameters, too.
+        A method works on `param_groups`, `state` and gradients of all parameters, in any tier.
+        `train` and `eval` of schedule-free optimizers also change parameter values.
         """
         inner = self.__dict__.get("inner")
         if name in ("train", "eval") and hasattr(inner, name):
@@ -102,11 +101,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return MethodType(found.__func__, self) if whose and self._engine is not None else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what the user's class has there, too: its groups, its states, its own attributes."""
+        """Set the inner optimizer's attribute, too: its groups, states or others."""
         inner = self.__dict__.get("inner")
         ready = isinstance(self.__dict__.get("state"), PlannedStates)
         if ready and name == "state":
-            given = dict(value)  # it may be of these states
+            given = dict(value)  # may be of these states
             self._states.clear()
             self._states.update(given)
         elif ready and name not in self.__dict__ and name in vars(inner):
@@ -123,12 +122,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 inner.param_groups = value  # type: ignore[union-attr]
 
     def tell_modes(self, tell: Callable[[str], object]) -> Callable[[], None]:
-        """Call `tell` with "train" and "eval" when these are called; returns the undo."""
+        """Call `tell` with "train" and "eval" when the optimizer switches; returns the undo."""
         self._mode_listeners.append(tell)
         return lambda: self._mode_listeners.remove(tell)
 
     def _switch(self, mode: str) -> None:
-        """Into a mode, in which parameters may have other values: what is offloaded, too."""
+        """Switch to a mode, which may change parameter values, offloaded ones included."""
         what = f"optimizer.{mode}()"
         with (
             self._thread_guard.taken(f"{what} was called", what)
@@ -153,34 +152,34 @@ class PlannedOptimizer(torch.optim.Optimizer):
             for tell in self._mode_listeners:
                 tell(mode)
             for parameter in self._states.places:
-                if not self.inner.state.get(parameter, True):  # it was looked for there
+                if not self.inner.state.get(parameter, True):  # created by a look-up
                     del self.inner.state[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """RuntimeError once prepared: a plan is made for the parameters that there were."""
+        """RuntimeError once prepared: the plan is for the parameters at `prepare`."""
         if self._engine is not None:
             raise RuntimeError("add parameter groups before prepare(), with param_groups=")
         super().add_param_group(param_group)
 
     def options(self) -> dict[str, dict[str, Any]]:
-        """The options that hold now, by parameter name; called when backward updates a chunk."""
+        """The current options by parameter name; called when backward updates a chunk."""
         self._used = options_of(self)
         options: dict[str, dict[str, Any]] = {}
         for group, chosen in zip(self.param_groups, self._used, strict=True):
             for parameter in group["params"]:
-                # Others are the inner optimizer's own affair.
+                # Other parameters concern the inner optimizer only.
                 if (name := self.names.get(id(parameter))) is not None:
                     options[name] = chosen
         return options
 
     def step_on(self, chunk: Chunk) -> None:
-        """Step on the parameters of one persistent chunk; called when backward updates it."""
+        """Step on one persistent chunk's parameters; called when backward updates it."""
         self._used = options_of(self)
         self._make_room([chunk])
         step_alone(self.inner, set(chunk.parameters), self._used)
 
     def _make_room(self, chunks: Sequence[Chunk]) -> None:
-        """Step on masters in the largest chunk's workspace, which is counted."""
+        """Step on masters in the largest chunk's workspace, which the plan counts."""
         if isinstance(self.inner, MasterOptimizer):
             due = (
                 sum(each.numel() for each in chunk.parameters if each.grad is not None)
@@ -195,9 +194,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the persistent parameters, and the others or wait until they are updated.
+        """Update persistent parameters; update the others or wait for their updates.
 
-        A `closure` runs first, once: the forwards and backwards of the step. Its loss is returned.
+        A `closure` runs once before: the step's forwards and backwards. Returns its loss.
         """
         if self._engine is None:  # an optimizer may call its closure several times
             return self.inner.step() if closure is None else self.inner.step(closure)
@@ -234,10 +233,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_without(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Step the inner optimizer; these parameters were updated and have no gradient.
+        """Step the inner optimizer; these parameters are already updated and have no gradient.
 
-        PyTorch's optimizers skip them, but to ask a stand-in for its gradient takes longer than to
-        launch its update. Hooks, and other optimizers, may look at all parameters of a group.
+        PyTorch's optimizers skip them, but asking a stand-in for its gradient takes longer than
+        launching its update. Hooks, and other optimizers, may look at all parameters of a group.
         """
         inner, groups = self.inner, self.inner.param_groups
         listed = [group["params"] for group in groups]
@@ -263,7 +262,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @guarded("optimizer.state_dict()", lambda optimizer: optimizer._thread_guard)
     def state_dict(self) -> dict[str, Any]:
-        """Return all states in the user's layout, copied to host memory where offloaded."""
+        """All states in the user's layout, offloaded ones copied to host memory."""
         self._settle("optimizer.state_dict() was called")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -275,11 +274,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return found
 
     def __reduce_ex__(self, _: SupportsIndex) -> tuple[Any, ...]:
-        """Copies and pickles are plain optimizers of the user's class, as models' copies are."""
+        """Copy and pickle as a plain optimizer of the user's class, as models do."""
         self._settle("the optimizer was copied")
         with self._all_states():
             state = {**self.inner.__getstate__(), "state": copy(self.inner.state)}
-        # Not by `copyreg.__newobj__`, which pickles objects of their own class alone.
+        # Not by `copyreg.__newobj__`, which pickles objects of their own class only.
         return object.__new__, (self.kind,), state
 
     @contextmanager
@@ -297,7 +296,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @guarded("optimizer.load_state_dict()", lambda optimizer: optimizer._thread_guard)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave under any plan; ValueError for other groups."""
+        """Load a `state_dict` of any plan; ValueError for other groups."""
         self._settle("optimizer.load_state_dict() was called")
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
@@ -307,16 +306,16 @@ class PlannedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "the state dict has parameter groups of other sizes than the optimizer"
             )
-        # The numbers under which it has offloaded parameters' states.
+        # The saved numbers of offloaded parameters' states.
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         places, states = self._states.places, state_dict["state"]
         below = {n: places[p] for n, p in zip(saved, own, strict=True) if p in places}
-        # The inner optimizer brings what it loads to the parameters' device: not these.
+        # The inner optimizer moves loaded states to the parameters' device: not these.
         others = {number: state for number, state in states.items() if number not in below}
         self.inner.load_state_dict({**state_dict, "state": others})
-        # Loading replaced the inner optimizer's groups and states by new objects. The list of
-        # groups stays the same one: an optimizer that was adopted (and its schedulers) has it too.
+        # Loading replaced the inner optimizer's groups and states. The list of groups stays the
+        # same object: an adopted optimizer and its schedulers hold it, too.
         self.param_groups[:] = self.inner.param_groups
         self.inner.param_groups = self.param_groups
         self._states.forget()
@@ -329,7 +328,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def give_back(self) -> None:
-        """Bring every state home to the inner optimizer, and act as it from now on."""
+        """Return all states to the inner optimizer, and act as it from now on."""
         loans = self._states.detach()
         for _, part, (scalars, states) in self._offloaded_states():
             self.inner.state[part.parameter] = self._states.at_home(part, scalars, states)
@@ -337,7 +336,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._chunks, self._persistent, self._engine = (), (), None
 
     def _offloaded_states(self) -> Iterator[Any]:
-        """Yield the chunk, the parameter's place, and its states of those that have states."""
+        """The chunk, slice and states of each offloaded parameter that has states."""
         for chunk in self._chunks:
             for part, states in offloaded_states(chunk):
                 yield chunk, part, states

@@ -1,12 +1,11 @@
 """`optimizer.state` under a plan: one mapping for all parameters, wherever their states are.
 
-[Note: states on loan] The states of an offloaded parameter lie in a store, where they can be
-neither read nor written. Code that asks for them gets a loan: a dictionary with copies on the
-parameter's device. Before anything reads the store again (a forward, a step, a checkpoint), loans
-are written back, so that what was written, replaced or removed in them takes effect as in plain
-PyTorch. A loan without other references ends there, and memory is free for the next one. One that
-is held on shows the new values after each step: its tensors are filled again, and stay the objects
-that they are.
+[Note: states on loan] The states of an offloaded parameter lie in a store and cannot be read or
+written there. Code that asks for them gets a loan: a dictionary of copies on the parameter's
+device. Before the store is read again (by a forward, a step, a checkpoint), loans are written back,
+so that writes, replacements and removals take effect as in plain PyTorch. A loan without other
+references then ends and frees its memory. A loan with references shows the new values after each
+step: its tensors are refilled and stay the same objects.
 """
 
 import sys
@@ -28,11 +27,11 @@ from protrain_runtime.states.stepping import by_value
 
 
 class PlannedStates(MutableMapping[Any, Any]):
-    """The `state` of the optimizer of `prepare`, as `torch.optim.Optimizer` has it.
+    """The `state` of `prepare`'s optimizer, as in `torch.optim.Optimizer`.
 
-    Keys that are no offloaded parameter are the inner optimizer's. Reading an offloaded
-    parameter's states copies them to its device; on several ranks all of them read together.
-    RuntimeError where states are asked for that a backward has updated, or is updating.
+    Keys other than offloaded parameters are the inner optimizer's. A read copies an offloaded
+    parameter's states to its device; all ranks read together. RuntimeError for states that a
+    backward has updated or is updating.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -40,18 +39,18 @@ class PlannedStates(MutableMapping[Any, Any]):
         self.places: dict[Any, tuple[Chunk, Slice]] = {}  # of offloaded parameters
         self._engine: Engine | None = None
         self._loans: dict[Any, dict[str, Any]] = {}
-        # By parameter, what its loan held when a forward began whose backward updates it.
+        # By parameter: its loan's contents at the start of a forward whose backward updates it.
         self._noted: dict[Any, list[torch.Tensor]] = {}
-        self._shared = False  # ranks may hold loans: they are asked after each step
+        self._shared = False  # ranks may hold loans, which they compare after each step
 
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
-        """Answer for parameters of offloaded chunks, between the engine's steps."""
+        """Serve parameters of offloaded chunks, between the engine's steps."""
         self.places = {part.parameter: (c, part) for c in chunks for part in c.slices}
         self._engine = engine
         engine.before_states_move = self.write_back
 
     def detach(self) -> dict[Any, dict[str, Any]]:
-        """Answer for the inner optimizer alone from now on; returns the loans that there are."""
+        """Serve the inner optimizer alone from now on; returns the present loans."""
         self.write_back()
         loans, self._loans, self.places, self._engine = self._loans, {}, {}, None
         return loans
@@ -77,7 +76,7 @@ class PlannedStates(MutableMapping[Any, Any]):
         if not isinstance(value, dict):
             name = self.places[key][1].name
             raise TypeError(f"the state of {name!r} is a dict, not a {type(value).__name__}")
-        self._loans.pop(key, None)  # also one that does not fit
+        self._loans.pop(key, None)  # also a loan that does not fit
         self._settle()
         self._shared |= self.places[key][0].sharding is not None
         self._loans[key] = value
@@ -96,7 +95,7 @@ class PlannedStates(MutableMapping[Any, Any]):
         self._settle()
         return key in self._loans or self.places[key][1].name in _scalars(self.places[key][0])
 
-    # As a defaultdict has them, these make no state where there is none.
+    # Unlike a defaultdict's `[]`, these create no state.
 
     def get(self, key: Any, default: Any = None) -> Any:
         found = key in self
@@ -115,7 +114,7 @@ class PlannedStates(MutableMapping[Any, Any]):
         return self[key]
 
     def __iter__(self) -> Iterator[Any]:
-        """In the order of groups; what is no parameter, last."""
+        """Parameters in the order of groups, then other keys."""
         self._settle()
         grouped = [p for group in self._inner.param_groups for p in group["params"]]
         ordered = [key for key in grouped if key in self]
@@ -128,14 +127,14 @@ class PlannedStates(MutableMapping[Any, Any]):
         return f"{type(self).__name__}({dict(self)})"
 
     def forget(self) -> None:
-        """End all loans as they are: other states have been loaded."""
+        """End all loans without writing back: other states have been loaded."""
         self._loans.clear()
 
     def write_back(self, *, updating: bool = False) -> None:
         """Write loans back to their stores, and end those without other references.
 
-        `updating`: a forward begins whose backward updates, and what is written after it is too
-        late. RuntimeError for states that the plan has no place for; they stay on loan.
+        `updating`: a forward begins whose backward updates; later writes are too late. RuntimeError
+        for states without a place in the plan; they stay on loan.
         """
         if not self._loans or self._engine is None:
             return
@@ -149,7 +148,7 @@ class PlannedStates(MutableMapping[Any, Any]):
             else:
                 _drop(chunk, part)
             chunk.speculated = None
-            goes = bool(state)  # an empty one is there until the next step
+            goes = bool(state)  # an empty one stays until the next step
             del state
             if goes and not _is_held(self._loans, key):
                 del self._loans[key]
@@ -172,11 +171,11 @@ class PlannedStates(MutableMapping[Any, Any]):
                 )
 
     def renew(self) -> None:
-        """Show the values after a step in what is still held of loans; the others end."""
+        """Refill loans that are still referenced with the values after a step; end the others."""
         self._noted = {}
         held = {self.places[key][1].name for key in self._loans if _is_held(self._loans, key)}
         if self._shared and self._engine is not None:
-            # Reading is for all ranks: what one of them holds, all read.
+            # Reads are collective: all ranks read each rank's loans.
             ranks = next(c.sharding.ranks for c, _ in self.places.values() if c.sharding)
             held = held.union(*ranks.all_objects(held, "optimizer.step()"))
             self._shared = bool(held)
@@ -184,7 +183,7 @@ class PlannedStates(MutableMapping[Any, Any]):
             self._engine.end_updates()
         for key, (chunk, part) in self.places.items() if held else ():
             if part.name in held:
-                now = self._read(chunk, part)  # also where another rank holds it
+                now = self._read(chunk, part)  # also if only another rank holds it
                 if key in self._loans:
                     _fill(self._loans[key], now)
         self._loans = {k: v for k, v in self._loans.items() if self.places[k][1].name in held}
@@ -220,17 +219,17 @@ class PlannedStates(MutableMapping[Any, Any]):
 def offloaded_states(
     chunk: Chunk, names: Set[str] | None = None
 ) -> Iterator[tuple[Slice, tuple[dict[str, Any], dict[str, torch.Tensor]]]]:
-    """Scalars and elementwise states on the host of a chunk's parameters that have states.
+    """Scalars and elementwise states, on the host, of a chunk's parameters with states.
 
-    `names` are those that are asked for, by default all. All ranks call, for their parts.
+    `names` selects parameters (default: all). All ranks call, for their shards.
     """
     scalars = _scalars(chunk)
     for part in chunk.slices:
         if part.name in scalars and (names is None or part.name in names):
             layouts = chunk.own.current.of(part)
             states = {layout.key: read_values(chunk, part, layout) for layout in layouts}
-            # Copies: steps count on in place, those of several parameters may be one tensor, and
-            # code may change what it is shown.
+            # Copies: steps count in place, several parameters may share a tensor, and code may
+            # change its copy.
             own = by_value(scalars[part.name])
             if own or states:  # plain SGD has none
                 yield part, (own, states)
@@ -242,8 +241,8 @@ def load_state(chunk: Chunk, part: Slice, loaded: Mapping[str, Any]) -> None:
     state = taken_apart(unwrapped(loaded, {layout.key for layout in layouts}))
     for layout in layouts:
         write_values(chunk, part, state.pop(layout.key), layout)
-    # A fused optimizer has its counters on the device, that of a chunk steps here; and each its
-    # own, since an update writes them in place.
+    # A fused optimizer has counters on the device, a chunk steps on the host. Each parameter has
+    # its own counter: updates write in place.
     chunk.current.scalars[part.name] = {
         key: value.to("cpu", copy=True) if torch.is_tensor(value) else value
         for key, value in state.items()
@@ -252,7 +251,7 @@ def load_state(chunk: Chunk, part: Slice, loaded: Mapping[str, Any]) -> None:
 
 
 def unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
-    """Return a parameter's states without the dictionary that bitsandbytes puts around some."""
+    """A parameter's states without the dictionary that bitsandbytes puts around some."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         wraps = isinstance(value, Mapping) and bool(keys & value.keys())
@@ -261,7 +260,7 @@ def unwrapped(state: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
 
 
 def _scalars(chunk: Chunk) -> dict[str, dict[str, Any]]:
-    """States by parameter that are not elementwise; all ranks call, for their parts."""
+    """Non-elementwise states by parameter; all ranks call, for their shards."""
     own = {
         name: chunk.current.scalars[name]
         for name in chunk.current.updated
@@ -283,7 +282,7 @@ def _drop(chunk: Chunk, part: Slice) -> None:
 
 
 def _refuse_misfits(chunk: Chunk, part: Slice, state: Mapping[str, Any]) -> None:
-    """RuntimeError where states are others than the optimizer's own of such a parameter."""
+    """RuntimeError if states differ in kind from the optimizer's own for this parameter."""
     layouts = {layout.key: layout for layout in chunk.own.current.of(part)}
     found = taken_apart(unwrapped(state, layouts.keys()))
     problem = ""
@@ -306,7 +305,7 @@ def _refuse_misfits(chunk: Chunk, part: Slice, state: Mapping[str, Any]) -> None
 
 
 def _fill(state: dict[str, Any], now: Mapping[str, Any]) -> None:
-    """Give a dictionary other values, in the tensors that it has."""
+    """Fill a dictionary's tensors with other values, in place."""
     for key in [key for key in state if key not in now]:
         del state[key]
     for key, value in now.items():
@@ -336,4 +335,4 @@ def _is_held(loans: Mapping[Any, dict[str, Any]], key: Any) -> bool:
 
 _DICTIONARY: dict[str, Any] = {"value": object()}
 _ALONE = sys.getrefcount(_DICTIONARY["value"])
-"""The reference count of a dictionary's value without other references."""
+"""The reference count of a dictionary's value that has no other references."""

@@ -1,9 +1,8 @@
-"""A prepared model's plan, what others see of it, and how the model is given back.
+"""A prepared model's plan, its view for other code, and `restore`.
 
-A copy or a pickle is a plain model with the values that it has now. What a plan puts on modules
-(hooks, code, threads behind them) is the plan's: it is found by comparing the modules before and
-after, and a copy is made of what is left without it. State dicts show and accept the real values of
-offloaded parameters.
+A copy or a pickle is a plain model with the current values: modules are compared before and after
+`prepare`, and additions of the plan (hooks, code, threads behind them) are left out. State dicts
+show and accept the real values of offloaded parameters.
 """
 
 from collections import OrderedDict
@@ -31,18 +30,15 @@ from protrain_runtime.states.stand_ins import come_back, let_list
 from protrain_runtime.states.unchanged_model import UnchangedModel
 
 ATTRIBUTE = "_protrain_prepared"
-"""Where a prepared model keeps its `Prepared`: on itself, so that both are freed together."""
+"""The attribute of a model for its `Prepared`: both are freed together."""
 
 Undo = list[Callable[[], object]]
-"""Steps that take a plan off a model again, run last to first."""
+"""Steps that detach a plan from a model, run last to first."""
 
 
 @dataclass(slots=True)
 class Prepared:
-    """The parts that `prepare` attached to a model.
-
-    Before it `has_values` there is nothing to bring back: stores have places alone.
-    """
+    """The parts that `prepare` attached to a model; stores are empty until `has_values`."""
 
     engine: Engine | None
     chunks: Sequence[Chunk]
@@ -57,13 +53,13 @@ class Prepared:
 
 
 def prepared_of(model: nn.Module) -> Prepared | None:
-    """Return what `prepare` attached to a model; None where it follows no plan."""
+    """The `Prepared` of a model; None without a plan."""
     prepared: Prepared | None = model.__dict__.get(ATTRIBUTE)
     return prepared
 
 
 def together(model: nn.Module, what: str) -> AbstractContextManager[None]:
-    """A call for all ranks that share the model: it ends well on all of them, or they all raise."""
+    """A collective call of all ranks of the model: it succeeds on all or raises on all."""
     prepared = prepared_of(model)
     if prepared is None or prepared.ranks is None:
         return nullcontext()
@@ -71,41 +67,40 @@ def together(model: nn.Module, what: str) -> AbstractContextManager[None]:
 
 
 def meet(ranks: Ranks, what: str, mine: Any = None) -> list[Any]:
-    """Inside `together`: all ranks have come here, and whatever failed before has ended it.
+    """Inside `together`: wait for all ranks; an earlier failure raises here.
 
-    Nothing that a rank reads is on its way any more: others may write it. Returns what each has
-    brought.
+    This rank's reads have ended: others may write. Returns each rank's `mine`.
     """
     devices.synchronize(ranks.device)
     return ranks.meeting.meet(what, mine, limit_s=CHECKPOINT_LIMIT_S)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that a model runs under; None without a plan, or where it keeps everything."""
+    """The engine of a model; None without a plan, or if the plan keeps everything."""
     prepared = prepared_of(model)
     return prepared.engine if prepared else None
 
 
 def thread_guard_of(model: nn.Module) -> ThreadGuard | None:
-    """Who may use a model; None where its engine has no say."""
+    """The guard of a model's threads; None without an engine."""
     engine = engine_of(model)
     return engine.thread_guard if engine else None
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a model follows; None without one."""
+    """The plan of a model; None without one."""
     prepared = prepared_of(model)
     return prepared.plan if prepared else None
 
 
 def below_device(model: nn.Module) -> tuple[int, int]:
-    """Bytes that a model holds in host memory and on disk because of its plan."""
+    """Bytes in host memory and on disk that a model's plan takes."""
     prepared = prepared_of(model)
     return prepared.below() if prepared else (0, 0)
 
 
 def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a planned or plain model by name, an offloaded one at a time."""
+    """The parameters of a planned or plain model by name; offloaded ones one at a time."""
     prepared = prepared_of(model)
     if prepared and prepared.engine:
         prepared.engine.settle("parameters were read")
@@ -118,7 +113,7 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Give the plain model back, with its current parameters; its optimizer goes on plainly."""
+    """Return the plain model with its current parameters; its optimizer continues plainly."""
     prepared = prepared_of(model)
     if prepared is None:
         return model
@@ -129,7 +124,7 @@ def restore(model: nn.Module) -> nn.Module:
 
 
 def restore_as_is(model: nn.Module) -> nn.Module:
-    """`restore`, also where an update was cut short: for steps that change no parameter."""
+    """`restore` for steps that change no parameter: also after an interrupted update."""
     prepared: Prepared = model.__dict__[ATTRIBUTE]
     if prepared.engine is not None:
         prepared.engine.end_updates()
@@ -149,7 +144,7 @@ def restore_as_is(model: nn.Module) -> nn.Module:
 
 
 def undo_all(undo: Undo) -> None:
-    """Undo the last first, and all of them: what one cannot bring back does not stay open."""
+    """Run all steps, last first, even if one raises."""
     with ExitStack() as stack:
         for each in undo:
             stack.callback(each)
@@ -161,11 +156,11 @@ _OWN = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 
 Look = Mapping[nn.Module, Mapping[str, object]]
-"""By module: its attributes, and of its tables of hooks the keys."""
+"""By module: its attributes, and the keys of its hook tables."""
 
 
 def look_at(model: nn.Module) -> Look:
-    """Note what the modules have now, to tell later what has been added."""
+    """Snapshot the modules' attributes, to find later additions."""
     return {
         module: {
             name: frozenset(value) if _is_table(name, value) else value
@@ -184,7 +179,7 @@ def let_copy(before: Look) -> Callable[[], None]:
     stack = ExitStack()
     for module, state in before.items():
         hooks: dict[str, frozenset[object]] = {}  # added by the plan, by table
-        attributes: dict[str, object] = {}  # what was there in place of those of the plan
+        attributes: dict[str, object] = {}  # previous values of attributes that the plan replaced
         for name, value in module.__dict__.items():
             known = state.get(name, _ABSENT)
             if _is_table(name, value) and isinstance(known, frozenset):
@@ -226,10 +221,7 @@ def _reduce_plainly(
 
 @contextmanager
 def writing_together(chunks: Sequence[Chunk], what: str) -> Iterator[None]:
-    """Inside, ranks write parameters that they share.
-
-    Common copies are written when all ranks have read what was there, and read when all is written.
-    """
+    """Ranks write shared parameters inside, after all have read them, and read after all wrote."""
     shared = (chunk.sharding for chunk in chunks if chunk.sharding is not None)
     ranks = next((each.ranks for each in shared if each.common is not None), None)
     if ranks is None:
@@ -241,7 +233,7 @@ def writing_together(chunks: Sequence[Chunk], what: str) -> Iterator[None]:
 
 
 def offloaded_parameters(prepared: "Prepared | None") -> dict[str, tuple[Chunk, Slice]]:
-    """By name, where the parameters lie that are not on the device between steps."""
+    """The places of offloaded parameters, by name."""
     return {
         part.name: (chunk, part)
         for chunk in (prepared.chunks if prepared else ())
@@ -265,12 +257,12 @@ def bring_back(chunk: Chunk) -> None:
 class _Listing(local):
     """Real values of offloaded parameters in state dicts, of the model or of a module in it.
 
-    They are copies in host memory, and parameters that are tied share one, in one state dict. Of
-    each thread it has its own: where another one trains meanwhile, the state dict is refused.
+    They are copies in host memory; tied parameters share one within a state dict. Each thread has
+    its own listing: if another thread trains meanwhile, the state dict is refused.
     """
 
-    _top: ref[nn.Module] | None = None  # whose state dict is being made
-    _num_steps = 0  # that had begun then
+    _top: ref[nn.Module] | None = None  # the model of the current state dict
+    _num_steps = 0  # steps begun by then
 
     def __init__(
         self,
@@ -279,7 +271,7 @@ class _Listing(local):
         offloaded: Mapping[nn.Parameter, tuple[Chunk, Slice]],
     ) -> None:
         self._model, self._engine, self._offloaded = ref(model), engine, offloaded
-        self._target: ref[Any] | None = None  # the state dict that is being made
+        self._target: ref[Any] | None = None  # the current state dict
         self._read: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
 
     def before(self, module: nn.Module, *_: object) -> None:
@@ -320,7 +312,7 @@ def add_state_dict_hooks(
     offloaded = [chunk for chunk in chunks if chunk.store is not None]
     places = {part.parameter: (chunk, part) for chunk in offloaded for part in chunk.slices}
     listing = _Listing(model, engine, places)
-    loading: list[nn.Module] = []  # the one whose state dict is loaded, of those inside each other
+    loading: list[nn.Module] = []  # the outermost module whose state dict is loaded
 
     def placed(module: nn.Module) -> tuple[list[tuple[Chunk, Slice]], list[Chunk]]:
         found = [places[each] for each in module.parameters() if each in places]
@@ -356,7 +348,7 @@ def add_state_dict_hooks(
     for module in model.modules():
         if module is model or not places.keys().isdisjoint(module._parameters.values()):
             handles.append(module.register_state_dict_pre_hook(listing.before))
-            # PyTorch marks the hook, which a bound method does not take.
+            # PyTorch sets an attribute on the hook, which bound methods refuse.
             handles.append(module.register_state_dict_post_hook(partial(listing.after)))
         if module is model or any(each in places for each in module.parameters()):
             handles.append(module.register_load_state_dict_pre_hook(before_load))

@@ -1,1 +1,1 @@
-"""This rank among the others. In: a process group. Out: groups, and what others tell."""
+"""This rank among the others. In: a process group. Out: groups, and facts of other ranks."""

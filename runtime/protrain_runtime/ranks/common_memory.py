@@ -1,7 +1,7 @@
 """Memory that the ranks of a node share.
 
-It never has a name, so that none is left however they end. A rank that ends takes nothing from the
-others, which have it as long as they map it.
+It never has a name, so none is left behind. A rank that ends takes nothing from the others, which
+keep it while they map it.
 """
 
 import os
@@ -14,10 +14,10 @@ from protrain_runtime.ranks.group import Ranks
 
 
 def common_memory(ranks: Ranks, num_bytes: int) -> int:
-    """A file in memory that this rank's node has once; returns this rank's descriptor of it.
+    """One in-memory file per node; returns this rank's descriptor of it.
 
-    All ranks call. ProtrainError where ranks that the plan has in one node are on several machines,
-    or the system has no such files.
+    Collective. ProtrainError if ranks of a planned node are on several machines, or the system
+    lacks such files.
     """
     machines = ranks.all_objects(_machine())
     place, count = ranks.in_node
@@ -46,7 +46,7 @@ def common_memory(ranks: Ranks, num_bytes: int) -> int:
                 fix="make a node's ranks see each other's processes (one container, one user),"
                 " or plan without a common copy",
             ) from error
-    ranks.all_objects(None)  # the one that made it keeps it until all have it
+    ranks.all_objects(None)  # its maker keeps it until all have it
     return made
 
 
@@ -63,7 +63,7 @@ def _made(num_bytes: int) -> int:
 
 
 def _machine() -> tuple[str, str]:
-    """The machine's name, and what tells apart two of one name."""
+    """The machine's name, and a boot id that separates machines of one name."""
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -1,12 +1,12 @@
 """Propagate a rank's failure to the others: meetings at the ranks' store.
 
 [Note: failures] Ranks go from meeting to meeting; collectives lie in between. `prepare`, `load` and
-`save` end with one: a rank that fails on its way says so under the number of the next meeting, and
-all others fail there, too, with their models as before; the call may be made again. A failure in
-the middle of a step is final: the others read it before their next forward or step, or when a
-collective of theirs fails. Until then they wait, at most for the time limit: `torchrun` ends them
-as soon as the failed process has ended. What no rank has begun yet is not reported: a loop may
-catch such an error, mend what it complains of and go on in step with the others.
+`save` end with a meeting: a rank that fails before it reports under the meeting's number, and all
+others fail there, too, with their models unchanged; the call may be repeated. A failure inside a
+step is final: the others read it before their next forward or step, or when a collective fails.
+Until then they wait, at most for the time limit: `torchrun` ends them as soon as the failed process
+has ended. An error before any rank has begun is not reported: a loop may catch it, fix its cause
+and stay in step with the others.
 """
 
 import json
@@ -23,17 +23,17 @@ from torch._C._distributed_c10d import Store
 from protrain_runtime.contract.errors import ProtrainError
 
 READ_S = 3.0
-"""Seconds for the others to read a report, before the process of the rank that failed may end."""
+"""Seconds for the others to read a report before the failed rank's process may end."""
 
 START_AGAIN = "see what that rank said last; start all ranks again, from a checkpoint"
 
-_LONGEST_NAP_S = 0.05  # between two looks of a rank that waits in a meeting
+_LONGEST_NAP_S = 0.05  # between polls of a rank that waits in a meeting
 _LONGEST_REASON = 500  # characters
 _LOST = "lost"
 
 
 class RanksError(ProtrainError, RuntimeError):
-    """Another rank failed, did not come, or disagrees. `known`: the others know of it."""
+    """Another rank failed, is missing, or disagrees. `known`: the other ranks know."""
 
     known = False
 
@@ -54,7 +54,7 @@ class Report:
 
 
 def known(error: RanksError) -> RanksError:
-    """The error, of which the others know: it is not reported again."""
+    """Mark the error as known to the others: it is not reported again."""
     error.known = True
     return error
 
@@ -69,18 +69,18 @@ def abandoned(rank: int, count: int) -> RanksError:
 
 
 class Meeting:
-    """A place at the store where `count` ranks bring each other values, and report failures."""
+    """A place at the store where `count` ranks exchange values and report failures."""
 
     def __init__(self, store: Store, rank: int, count: int, *, limit_s: float) -> None:
         self.rank, self.count, self.limit_s = rank, count, limit_s
         self._store = store
         self._number = 0  # of the next meeting
         self._lost: Report | None = None  # for good
-        self._last = 0  # the error that was reported last, by identity
-        self.phases: dict[int, str] = {}  # by thread: what it is in
+        self._last = 0  # identity of the last reported error
+        self.phases: dict[int, str] = {}  # by thread: its current phase
 
     def refuse_lost(self) -> None:
-        """RanksError where a rank cannot go on, which ends all, or the store is gone."""
+        """RanksError if a rank has failed for good, or the store is gone."""
         try:
             if self._lost is None and self._store.check([_LOST]):
                 self._lost = Report(**json.loads(self._store.get(_LOST)))
@@ -93,7 +93,7 @@ class Meeting:
     def reporting(
         self, what: str, *, final: bool = False, limit_s: float | None = None
     ) -> Iterator[None]:
-        """Report an exception that leaves this part; unless it is `final`, ranks meet then."""
+        """Report an exception that leaves this section; unless `final`, ranks then meet."""
         me = threading.get_ident()
         outer = self.phases.get(me)
         self.phases[me] = outer or what
@@ -111,8 +111,8 @@ class Meeting:
                 self.phases.pop(me, None)
 
     def report(self, error: BaseException, what: str, *, final: bool) -> None:
-        """Report an error to the others, unless they know it."""
-        cause: BaseException | None = error  # it may have come from them, and ended work on a lane
+        """Report an error to the others, unless known."""
+        cause: BaseException | None = error  # the others' error may have ended work on a lane
         while cause is not None and not (isinstance(cause, RanksError) and cause.known):
             cause = cause.__cause__
         if cause is not None or self._last == id(error):
@@ -130,14 +130,14 @@ class Meeting:
                 self._lost = first
                 return
             self._number += 1
-            # They read it before this process may end, and the store with it.
+            # They read it before this process, and perhaps the store, ends.
             end = time.monotonic() + READ_S
             others = self.count - 1 - (first.rank != self.rank)
             while self._store.add(f"read/{key}", 0) < others and time.monotonic() < end:
                 time.sleep(_LONGEST_NAP_S)
 
     def _hear(self, number: int) -> None:
-        """RanksError where a failure was reported under this number, or for good."""
+        """RanksError if a failure was reported under this number, or for good."""
         self.refuse_lost()
         key = f"failed/{number}"
         if self._store.check([key]):
@@ -147,7 +147,7 @@ class Meeting:
             raise report.error()
 
     def meet(self, what: str, mine: object = None, *, limit_s: float | None = None) -> list[Any]:
-        """Return what every rank has brought; RanksError if one fails, is late or elsewhere."""
+        """Return every rank's value; RanksError if one fails, is late or elsewhere."""
         limit_s = self.limit_s if limit_s is None else limit_s
         number = self._number
         keys = [f"{number}/{rank}" for rank in range(self.count)]
@@ -163,10 +163,10 @@ class Meeting:
                     raise self._late(keys, what, limit_s)
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP_S)
-            # One that had come here, and failed while it waited, says so under the next number.
+            # A rank that failed while it waited here reports under the next number.
             self._hear(number + 1)
             found = [pickle.loads(self._store.get(key)) for key in keys]  # noqa: S301 (our ranks')
-            if number:  # who has come to this one has read the one before
+            if number:  # all ranks here have read the previous one
                 self._store.delete_key(f"{number - 1}/{self.rank}")
         except RanksError:
             raise
@@ -191,7 +191,7 @@ class Meeting:
         )
 
     def agree(self, what: str, facts: Mapping[str, str], fix: Callable[[str], str]) -> None:
-        """RanksError, on all ranks, where one has another fact than rank 0; `fix` mends a fact."""
+        """RanksError, on all ranks, if a fact differs from rank 0's; `fix` advises on a fact."""
         first, *others = self.meet(what, dict(facts))
         for rank, other in enumerate(others, start=1):
             for name, value in first.items():

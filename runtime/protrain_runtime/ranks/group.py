@@ -1,8 +1,8 @@
-"""This rank among the others: the groups that collectives run in, and what ranks agree on.
+"""This rank among the others: the groups of its collectives, and facts that ranks agree on.
 
-Every rank runs the same program, so that all of them meet in the same collectives in the same
-order. A rank that does not come makes the others wait, up to a time limit. A rank that fails says
-why at the ranks' store (see `failure`).
+Every rank runs the same program, so all meet in the same collectives in the same order. They wait
+for a missing rank up to a time limit. A rank that fails reports at the ranks' store (see
+`failure`).
 """
 
 import ctypes
@@ -28,7 +28,7 @@ from protrain_runtime.devices.stores import in_rows
 from protrain_runtime.ranks.failure import START_AGAIN, Meeting, RanksError, abandoned, known
 
 CHECKPOINT_LIMIT_S = 3600.0
-"""Seconds that a rank may take longer than another one to write its part of a checkpoint."""
+"""Seconds that ranks may differ in writing their parts of a checkpoint."""
 
 
 # Their names since PyTorch 2.13, and before.
@@ -37,7 +37,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fill `whole` with the shards of a group; on a CPU `own` is a range of it, and sent to all."""
+    """Fill `whole` with the shards of a group; on a CPU `own` is a range of it, sent to all."""
     if whole.device.type != "cpu":
         _gather(whole, own, group=group)
         return
@@ -46,7 +46,7 @@ def gather_shards(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGro
 
 
 def sum_shards(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Sum `whole`, which is used up, over a group into `mine`, this rank's range of it."""
+    """Sum `whole`, which is consumed, over a group into `mine`, this rank's range of it."""
     if whole.device.type != "cpu":
         _reduce_scatter(mine, whole, group=group)
     else:
@@ -54,11 +54,11 @@ def sum_shards(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
 
 
 class Ranks:
-    """The ranks of one data-parallel group, of which this one is number `rank` of `count`.
+    """The ranks of one data-parallel group; this one is number `rank` of `count`.
 
-    They meet at their store first, and `connect` for collectives. `shard` of `num_shards` is then
-    this one's place among those that share the states of a chunk, and `in_node` its place, and
-    their number, among those of its node.
+    They meet at their store first, and `connect` for collectives. Then `shard` of `num_shards` is
+    this rank's place among those that share a chunk's states, and `in_node` its place and their
+    number in its node.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, limit_s: float) -> None:
@@ -69,7 +69,7 @@ class Ranks:
         self._checkpoints: dist.ProcessGroup | None = None
         self._members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         own = PrefixStore(f"protrain/{'-'.join(map(str, self._members))}", _get_default_store())
-        # Every rank calls `prepare` as often as the others, whatever came of it.
+        # Every rank calls `prepare` equally often, whatever the outcome.
         serial = own.add(f"calls/{self.rank}", 1)
         store = PrefixStore(str(serial), own)
         self.meeting = Meeting(store, self.rank, self.count, limit_s=limit_s)
@@ -77,7 +77,7 @@ class Ranks:
     def connect(
         self, facts: Mapping[str, str], *, group: DeviceGroup, device: torch.device
     ) -> None:
-        """Make groups for collectives. RanksError where not all ranks have the same `facts`."""
+        """Make groups for collectives. RanksError unless all ranks have the same `facts`."""
         library = devices.collectives(device)
         what = "prepare()"
         fixes = _ALIKE.items()
@@ -116,13 +116,13 @@ class Ranks:
             dist.all_reduce(_lent(values), group=self._all)
 
     def sum_of_shards(self, values: torch.Tensor) -> None:
-        """The sum over the ranks that share states, in place."""
+        """The sum over ranks that share states, in place."""
         if self.num_shards > 1:
             with self._collective():
                 dist.all_reduce(_lent(values), group=self._sharing)
 
     def reduce_scatter(self, whole: torch.Tensor) -> torch.Tensor:
-        """Sum `whole`, which is used up, over all ranks; returns this rank's range of it."""
+        """Sum `whole`, which is consumed, over all ranks; returns this rank's range of it."""
         size = whole.numel() // self.num_shards
         mine = whole[self.shard * size : (self.shard + 1) * size]
         with self._collective():
@@ -140,22 +140,22 @@ class Ranks:
                     dist.broadcast(flat, src=self._members[source], group=self._all)
 
     def all_objects(self, mine: Any, what: str = "a call for all ranks") -> list[Any]:
-        """Gather objects of all ranks, by rank; from host to host, whatever they train on."""
+        """Gather all ranks' objects, by rank; from host to host, on any device."""
         return self.meeting.meet(self.meeting.phases.get(threading.get_ident(), what), mine)
 
     def checkpoint_group(self) -> dist.ProcessGroup:
-        """All ranks, for what runs beside training; made when it is first asked for, by all."""
+        """All ranks, for work beside training; collective at first use."""
         if self._checkpoints is None:
             self._checkpoints = _group(self._members, "gloo", CHECKPOINT_LIMIT_S)
         return self._checkpoints
 
     def writing(self) -> AbstractContextManager[None]:
-        """Where ranks wait for each other's part of a checkpoint."""
+        """Where ranks wait for each other's parts of a checkpoint."""
         return self._collective(CHECKPOINT_LIMIT_S)
 
     @contextmanager
     def _collective(self, limit_s: float | None = None) -> Iterator[None]:
-        """Where ranks wait in collectives: RanksError, with the reason, for RuntimeError."""
+        """Where ranks wait in collectives: turns RuntimeError into RanksError with the reason."""
         since = time.monotonic()
         try:
             yield
@@ -174,7 +174,7 @@ class Ranks:
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor's memory, flat, not kept: Gloo's thread may drop it later than anybody."""
+    """A CPU tensor's memory, flat and borrowed: Gloo's thread may drop it late."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -182,7 +182,7 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _groups: dict[tuple[tuple[int, ...], str, float], dist.ProcessGroup] = {}
-_world: list[dist.ProcessGroup | None] = [None]  # in which they were made
+_world: list[dist.ProcessGroup | None] = [None]  # of their making
 
 _ALIKE = {
     "version": "install the same versions on every node",
@@ -193,11 +193,11 @@ _ALIKE = {
 
 
 def leave() -> None:
-    """Release all groups, before the world that they are in is destroyed.
+    """Release all groups before their world is destroyed.
 
-    Gloo ends a group's threads with its last reference, and freeing what they hold needs Python. A
-    group that is kept until the interpreter ends could still run one then; and a model that only a
-    cycle keeps has groups until the collector comes by.
+    Gloo ends a group's threads with its last reference, and freeing what they hold needs Python: a
+    group that lives until the interpreter ends could still run one. Garbage models have groups
+    until collected.
     """
     gc.collect()
     _groups.clear()
@@ -205,8 +205,8 @@ def leave() -> None:
 
 
 def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.ProcessGroup:
-    """The group of these ranks, kept: one made anew would find its old addresses at the store."""
-    if _world[0] is not dist.group.WORLD:  # the world of the others is gone
+    """The cached group of these ranks: a new one would find old addresses at the store."""
+    if _world[0] is not dist.group.WORLD:  # the others' world is gone
         _groups.clear()
         _world[0] = dist.group.WORLD
     key = members, backend, limit_s
@@ -221,7 +221,7 @@ def _group(members: tuple[int, ...], backend: str, limit_s: float) -> dist.Proce
 
 
 def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None:
-    """The ranks of a group, at their store; None where this process is alone."""
+    """The ranks of a group, at their store; None for a single process."""
     if not _initialized() or dist.get_world_size(group) <= 1:
         return None
     try:
@@ -231,7 +231,7 @@ def ranks_of(group: dist.ProcessGroup | None, *, limit_s: float) -> Ranks | None
 
 
 def check_ranks(plan: Plan, group: dist.ProcessGroup | None) -> None:
-    """ProtrainError where the plan is for another number of ranks than there are."""
+    """ProtrainError if the plan is for another number of ranks."""
     running = dist.get_world_size(group) if _initialized() else 1
     if plan.group.num_devices == running:
         return

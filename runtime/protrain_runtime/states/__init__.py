@@ -1,1 +1,1 @@
-"""Model states that live in several places. In: a model and a layout. Out: chunks that can move."""
+"""Model states in several tiers. In: a model and a layout. Out: chunks that can move."""

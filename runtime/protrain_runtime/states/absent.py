@@ -1,9 +1,8 @@
 """Parameters without memory: on `meta` while a model is built, with places once it is prepared.
 
-`without_parameters` builds a model whose parameters are on `meta` and whose buffers are real.
-`give_places` puts parameters where a plan has them, before they have values; those that the plan
-keeps below the device hold nothing there. A parameter stays the object that it is, so that
-optimizers, ties and attributes see it come.
+`without_parameters` builds a model with parameters on `meta` and real buffers. `give_places` puts
+parameters in their planned tiers before they have values; offloaded ones hold nothing on the
+device. A parameter stays the same object for optimizers, ties and attributes.
 """
 
 import os
@@ -36,11 +35,11 @@ _BUILD_OTHERWISE = (
 
 @contextmanager
 def without_parameters(*, adapters: bool = True) -> Iterator[None]:
-    """Parameters of modules that are built inside come to be on `meta`, one after the other.
+    """Parameters of modules built inside go to `meta`, one by one.
 
-    Buffers are real, and so are all other tensors; with `adapters` those, too, that PEFT adds to
-    a model. A parameter that two modules share stays one. Modules may be converted and moved,
-    inside and until they have values: parameters take the dtype, and stay where they are.
+    All other tensors are real, with `adapters` also those that PEFT adds to a model. Shared
+    parameters stay shared. Modules may be converted and moved, inside and until they have values:
+    parameters take the dtype and stay on `meta`.
     """
     known = WeakTensorKeyDictionary()
 
@@ -51,7 +50,7 @@ def without_parameters(*, adapters: bool = True) -> Iterator[None]:
             return None
         if parameter not in known:
             absent = parameter.to("meta")
-            if isinstance(absent, nn.Parameter):  # of a class of its own: it is to be packed
+            if isinstance(absent, nn.Parameter):  # of a class of its own: to be packed
                 absent.__dict__.update(parameter.__dict__)
             else:
                 absent = nn.Parameter(absent, parameter.requires_grad)
@@ -67,11 +66,11 @@ def without_parameters(*, adapters: bool = True) -> Iterator[None]:
 
 
 _ADDING = ("inject_adapter", "cast_adapter_dtype")
-"""PEFT's functions that make an adapter's parameters, and make them again in float32."""
+"""PEFT's functions that make an adapter's parameters, and remake them in float32."""
 
 
 def _is_adding_adapters() -> bool:
-    """Whether PEFT, wherever it was imported, is adding adapters to a model."""
+    """Whether PEFT, imported from anywhere, is adding adapters to a model."""
     frame = sys._getframe() if "peft" in sys.modules else None
     while frame is not None:
         where = frame.f_globals.get("__name__", "")
@@ -83,7 +82,7 @@ def _is_adding_adapters() -> bool:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """`owner` has `value` under `name` inside, and what it had before afterwards."""
+    """`owner.name` is `value` inside, and restored afterwards."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -93,10 +92,10 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 def converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-    """In place of `Module._apply`, for parameters that are fake or on `meta`.
+    """Replace `Module._apply` for fake parameters and parameters on `meta`.
 
-    PyTorch exchanges the first, which ties and optimizers would not see, and cannot move the
-    second. Gradients are not looked at: a model that is being built has none.
+    PyTorch exchanges the former, unseen by ties and optimizers, and cannot move the latter.
+    Gradients are ignored: a model being built has none.
     """
     for each in module.modules() if recurse else (module,):
         for parameter in each.parameters(recurse=False):
@@ -105,7 +104,7 @@ def converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Modul
                 parameter.data = parameter.data.to(dtype)
             else:
                 found = convert(parameter.data)
-                # Adapters follow the weights beside them, which are nowhere.
+                # Adapters follow the weights beside them, which have no device.
                 parameter.data = parameter.data.to(found.dtype) if found.is_meta else found
         for name, buffer in each.named_buffers(recurse=False):
             each._buffers[name] = convert(buffer)
@@ -113,7 +112,7 @@ def converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Modul
 
 
 def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-    """In place of `Module._apply` of a module that has parameters on `meta`, while it has."""
+    """Replace `Module._apply` of a module while it has parameters on `meta`."""
     if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
         return converted(module, convert, recurse)
     del module.__dict__["_apply"]
@@ -123,14 +122,14 @@ def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
 
 @contextmanager
 def parameters_in_files(directory: Path) -> Iterator[None]:
-    """Parameters of modules that are built inside lie in unnamed files, mapped into memory.
+    """Parameters of modules built inside lie in unnamed files, mapped into memory.
 
-    Constructors write to them as ever, so that they draw the same numbers; the system can write
-    such memory to the disk, and does not count it as the process's own. A parameter stays the
-    object that it is. One that shares its memory stays where it is.
+    Constructors write to them and draw the same numbers; the system can page this memory to disk,
+    and does not count it as the process's. A parameter stays the same object. Parameters with
+    shared memory stay in memory.
     """
     apply: Any = nn.Module._apply
-    known = WeakTensorKeyDictionary()  # where parameters lie that are in files
+    known = WeakTensorKeyDictionary()  # places of parameters in files
 
     def to_file(parameter: Any) -> None:
         if parameter is None or is_lazy(parameter):
@@ -157,15 +156,15 @@ def parameters_in_files(directory: Path) -> Iterator[None]:
 
 
 _FILE_FROM = 2**16
-"""Bytes of a parameter that lies in a file."""
+"""Least bytes of a parameter in a file."""
 
 
 def _in_file(values: torch.Tensor, directory: Path) -> torch.Tensor:
-    """A copy in a file of its own, which is removed with the copy's last reference."""
+    """A copy in a file of its own, removed with the copy's last reference."""
     size = values.untyped_storage().nbytes()
     try:
         with TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would be a fault later
+            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk would fault later
             name = f"/proc/self/fd/{file.fileno()}"
             memory = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
@@ -180,7 +179,7 @@ def _in_file(values: torch.Tensor, directory: Path) -> torch.Tensor:
 
 
 def take_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Take the values of parameters on the host, which are on `meta` then; by first name."""
+    """Take the values of host parameters, by first name; the parameters are then on `meta`."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.device.type == "cpu":
@@ -203,8 +202,8 @@ def give_places(
 ) -> Callable[[], None]:
     """Move all tensors of the model to the device, those on `meta` without values.
 
-    Parameters that are `below` hold nothing: their chunk sends them to its store. Returns what
-    gives the model its tensors back. ProtrainError for a tensor whose values nothing can tell.
+    Parameters `below` the device hold nothing: their chunk sends them to its store. Returns the
+    undo. ProtrainError for a tensor whose values are unknown.
     """
     undo = ExitStack()
     try:
@@ -238,7 +237,7 @@ def holding_nothing(model: nn.Module, device: torch.device) -> Iterator[None]:
 def _place(
     name: str, parameter: nn.Parameter, device: torch.device, undo: ExitStack, *, away: bool
 ) -> None:
-    """Put a parameter of `meta` on the device."""
+    """Place a parameter of `meta` on the device."""
     shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
     if not away:
         values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -258,12 +257,12 @@ def _exchange(parameter: nn.Parameter, values: torch.Tensor) -> Callable[[], Non
     made: Any = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
     carry_scales(parameter, made, partial(torch.empty_like, device=values.device))
-    swap_tensors(parameter, made)  # `made` is the one on `meta` now
+    swap_tensors(parameter, made)  # `made` is on `meta` now
     return partial(swap_tensors, parameter, made)
 
 
 def _place_buffers(model: nn.Module, device: torch.device, undo: ExitStack) -> None:
-    """Put buffers on the device; those that checkpoints have without values."""
+    """Put buffers on the device; those in checkpoints without values."""
     made: dict[int, torch.Tensor] = {}  # by identity: modules may share a buffer
     for path, module in model.named_modules():
         for key, value in vars(module).items():
@@ -290,12 +289,12 @@ def _place_buffers(model: nn.Module, device: torch.device, undo: ExitStack) -> N
 def _rebuilt(
     model: nn.Module, path: str, module: nn.Module, keys: Set[str]
 ) -> dict[str, torch.Tensor]:
-    """The module's buffers that transformers computes anew; ProtrainError for one that it does not.
+    """The module's buffers that transformers recomputes; ProtrainError for others.
 
-    Its models initialise tables of rotary embeddings and positions together with weights. Buffers
-    that begin with other bytes and end with the same ones have been computed.
+    Its models initialise tables of rotary embeddings and positions with the weights. A buffer
+    counts as recomputed if two different initial fillings end in the same bytes.
     """
-    owner: Any = None  # the innermost of transformers' models that has the module
+    owner: Any = None  # the innermost transformers model with the module
     for name, each in model.named_modules():
         if hasattr(each, "_init_weights") and f"{path}.".startswith(f"{name}." if name else ""):
             owner = each

@@ -1,4 +1,4 @@
-"""Makes chunks: which parameters each unit has, and where each of them lies (see `chunks`)."""
+"""Makes chunks: the parameters of each unit, and their layout (see `chunks`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ def make_chunk(
     *,
     alignment: int = ALIGNMENT,
 ) -> Chunk:
-    """Lay `parameters` out one after the other, each from a multiple of `alignment` bytes on."""
+    """Lay `parameters` out in order, each at a multiple of `alignment` bytes."""
     groups: list[Group] = []
     offset = start = 0
     for members in grouped([in_blocks(parameter.nbytes, alignment) for _, parameter in parameters]):
@@ -44,7 +44,7 @@ def make_chunk(
 def _slice(
     name: str, parameter: nn.Parameter, place: tuple[int, int], group: int, start: int
 ) -> Slice:
-    """Where a parameter lies: in a group that begins at `place[0]`, from `place[1]` on."""
+    """The slice of a parameter: in a group that begins at `place[0]`, from `place[1]` on."""
     return Slice(
         name=name,
         parameter=parameter,
@@ -67,7 +67,7 @@ def make_sharded_chunk(
     *,
     common_copy: bool = False,
 ) -> Chunk:
-    """The chunk as it stands on the device; `chunk.sharding.own` is what this rank has of it."""
+    """The chunk as on the device; `chunk.sharding.own` is this rank's shard."""
     groups: list[Group] = []
     own_groups: list[Group] = []
     regions: list[tuple[Region, ...]] = []
@@ -112,7 +112,7 @@ def make_sharded_chunk(
     shard = Chunk(unit, tuple(own_groups), used_by)
     widths = [part.dtype.itemsize for part in whole.slices if part.trainable]
     whole.element_bytes = shard.element_bytes = widths[0] if widths else 0
-    # One optimizer, one set of notes about it.
+    # One optimizer, one set of bookkeeping.
     shard.offloaded_gradients = whole.offloaded_gradients
     shard.current.updated, shard.current.scalars = whole.current.updated, whole.current.scalars
     frozen = any(region.shard for region in copies)
@@ -124,7 +124,7 @@ def make_sharded_chunk(
 def _own_part(
     part: Slice, region: Region, rank: int, own_offset: int, own_start: int
 ) -> list[Slice]:
-    """Make a rank's part of a parameter, a flat one; empty where it has nothing."""
+    """A rank's flat part of a parameter; empty if it has none."""
     low, high = rank * region.shard, (rank + 1) * region.shard
     begin = part.inside - region.start
     first, last = max(begin, low), min(begin + part.num_bytes, high)
@@ -148,7 +148,7 @@ def _own_part(
 def unit_parameters(
     model: nn.Module, units: Sequence[tuple[str, str, Sequence[str]]]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of each (kind, name, listed parameters), a tied one by its first name."""
+    """Parameters of each (kind, name, listed parameters); tied ones by their first name."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
     canonical = {parameter: name for name, parameter in model.named_parameters()}
     listed = {canonical[by_name[name]] for _, _, names in units for name in names}
@@ -173,7 +173,7 @@ def make_chunks(
     *,
     alignment: int = ALIGNMENT,
 ) -> list[Chunk]:
-    """Make one chunk per unit; `ranks` share those that are not persistent."""
+    """Make one chunk per unit; `ranks` shard those that are not persistent."""
     index_of = {unit.name: index for index, unit in enumerate(units)}
     shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
     chunks: list[Chunk] = []

@@ -1,22 +1,20 @@
 """Chunks: the model states of a unit that move together.
 
-A chunk's parameters lie one after the other in the chunk's store; its optimizer states follow
-there, one region per state. On the device each group of parameters (see `program.grouped`) has a
-buffer of its own, in the same layout, so that groups can come and go one after the other.
+A chunk's parameters lie in order in its store, then its optimizer states, one region per state. On
+the device each group of parameters (see `program.grouped`) has its own buffer with the same layout:
+groups come and go one by one.
 
-Of a chunk that ranks share, each group's buffer has its trainable parameters first, then the frozen
-ones; either region is padded to the same range for every rank (see `program.shard_bytes`). A rank
-keeps its ranges as a chunk of its own: parts of parameters, flat, in the order of their storage.
-With a common copy, the frozen region is whole in memory that the ranks of a node share, and nothing
-of it is padded or a rank's own.
+In a sharded chunk, each group's buffer has trainable parameters first, then frozen ones; each
+region is padded to equal ranges for all ranks (see `program.shard_bytes`). A rank's ranges are a
+chunk of their own: flat parts of parameters in storage order. With a common copy, the frozen region
+is whole, unpadded and unsharded, in memory that the ranks of a node share.
 
 [Note: views for good] On an accelerator, parameters stay views of one buffer per group, whose
-memory is freed when the group leaves and allocated when it comes, as FSDP2 does it. The tensors
-that autograd saves of them are known: where another one holds a buffer that leaves, it is the
-model's, and would read memory that is gone. Such a buffer is left to its holder, and the chunk gets
-new ones from the next step on. So it does in a first step, which records reads in backward before a
-chunk's slot has begun. Forwards without a graph have new buffers, as code may keep what they hand
-out.
+memory is freed when the group leaves and allocated when it comes, as in FSDP2. The tensors that
+autograd saves of them are known: any other holder of a leaving buffer is the model's, and would
+read freed memory. Such a buffer is left to its holder, and the chunk gets new ones from the next
+step on; likewise in a first step, which records reads in backward before a chunk's slot has begun.
+Forwards without a graph get new buffers, as code may keep their outputs.
 """
 
 import sys
@@ -56,19 +54,19 @@ meet the alignment that they would meet without a plan (accelerators: `devices.a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Where one parameter lies in its chunk."""
+    """The place of a parameter in its chunk."""
 
     name: str
     parameter: nn.Parameter
     offset: int  # bytes from the start of the chunk's parameters in the store
     group: int
     inside: int  # bytes from the start of the group's buffer
-    start: int  # index of its first element among the chunk's trainable elements
+    start: int  # its first element's index among the chunk's trainable elements
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
-    first: int = 0  # of a rank's part of a parameter: the element at which it begins
+    first: int = 0  # of a rank's part of a parameter: its first element
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +77,7 @@ class Slice:
         return self.numel * self.dtype.itemsize
 
     def rule(self, rules: UpdateRules) -> UpdateRule:
-        """Ask the rules for the parameter's own; of a rank's part, ask the whole parameter."""
+        """The rules' answer for the parameter; for a rank's part, that of the whole parameter."""
         in_order = self.stride == torch.empty(self.shape, device="meta").stride()
         return rules.of(self.dtype, self.shape, in_order=in_order, parameter=self.parameter)
 
@@ -88,33 +86,33 @@ class Slice:
         return buffer[self.inside : self.inside + self.num_bytes].view(self.dtype)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter as the model knows it, in its group's buffer.  # dtype [shape]"""
+        """The parameter as the model sees it, in its group's buffer.  # dtype [shape]"""
         return self.shaped(buffer[self.inside : self.inside + self.num_bytes])
 
     def shaped(self, own: torch.Tensor) -> torch.Tensor:
-        """The parameter as the model knows it, or a gradient of it, in these bytes.  # [shape]"""
+        """These bytes as the parameter, or a gradient of it, as the model sees it.  # [shape]"""
         return own.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Whole parameters that come to the device and leave it together."""
+    """Whole parameters that are fetched and evicted together."""
 
     offset: int  # bytes from the start of the chunk's parameters in the store
     num_bytes: int
     slices: tuple[Slice, ...]
-    gradient_bytes: int  # where ranks share a group, with the padding
+    gradient_bytes: int  # with padding, if sharded
 
 
 def flat_storage_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in the order of its storage, without a copy.  # [numel]"""
+    """A dense tensor's elements in storage order, without a copy.  # [numel]"""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def dense(values: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with a parameter's own strides; a copy only where they differ."""
+    """The tensor with a parameter's strides; copied only if they differ."""
     if (values.dim() == 1 and values.stride() == (1,)) or values.stride() == stride:
-        return values  # flat already, or as the parameter lies
+        return values  # already flat, or in the parameter's layout
     return torch.empty_strided(
         values.shape, stride, dtype=values.dtype, device=values.device
     ).copy_(values)
@@ -132,21 +130,21 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 StateKind = tuple[str, StateRule]
-"""An optimizer state by its key, and how its values lie: one region of a chunk's store."""
+"""An optimizer state's key and layout rule: one region of a chunk's store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """One optimizer state of some of the chunk's parameters: a region in its store."""
+    """One optimizer state of a chunk's parameters: a region of the store."""
 
     key: str
     rule: StateRule
     offset: int  # bytes from the start of the store
-    starts: Mapping[str, int]  # by parameter: its first value, of those in the region
+    starts: Mapping[str, int]  # by parameter: its first value's index in the region
 
     @property
     def kind(self) -> StateKind:
-        """A key of the state among the chunk's; the same in both copies of a chunk."""
+        """A key of the state within the chunk, equal in both copies."""
         return self.key, self.rule
 
     @property
@@ -154,23 +152,23 @@ class StateLayout:
         return self.rule.dtype
 
     def value(self, name: str, element: int) -> int:
-        """The number of the value for an element of a parameter, of those in the region."""
+        """The index in the region of the value for an element of a parameter."""
         return self.starts[name] + element // self.rule.per
 
     def place(self, name: str, element: int = 0) -> int:
-        """Where that value is: bytes from the start of the store."""
+        """The offset of that value: bytes from the start of the store."""
         return self.offset + self.value(name, element) * self.dtype.itemsize
 
 
 class Cut(NamedTuple):
-    """Where a parameter may be cut: multiples of `unit`, `least` from its ends; steps of `most`."""
+    """Allowed cuts of a parameter: multiples of `unit`, `least` from its ends; steps of `most`."""
 
     unit: int = PIECE_ALIGNMENT
     least: int = 1
     most: int = sys.maxsize
 
     def before(self, element: int, count: int) -> int:
-        """The last place for a cut up to `element`, of a parameter of `count`; 0: none."""
+        """The last allowed cut up to `element` in a parameter of `count`; 0: none."""
         place = min(element, count - self.least) // self.unit * self.unit
         return place if place >= self.least else 0
 
@@ -179,9 +177,8 @@ class Cut(NamedTuple):
 class Copy:
     """A chunk's parameters and optimizer states in its store.
 
-    offset   of the parameters: bytes from the start of the store
-    scalars  what the optimizer keeps per parameter that is not elementwise (AdamW's step), by name
-    updated  parameters that have states
+    offset   of the parameters: bytes from the start of the store scalars  non-elementwise optimizer
+    states per parameter (AdamW's step), by name updated  parameters that have states
     """
 
     offset: int = 0
@@ -190,11 +187,11 @@ class Copy:
     updated: set[str] = field(default_factory=set[str])
 
     def place(self, part: Slice, layout: StateLayout | None = None) -> int:
-        """Where a parameter, or one of its states, begins: bytes from the start of the store."""
+        """The offset of a parameter or of one of its states: bytes from the start of the store."""
         return self.offset + part.offset if layout is None else layout.place(part.name)
 
     def of(self, part: Slice) -> list[StateLayout]:
-        """The states that a parameter has."""
+        """The states of a parameter."""
         return [layout for layout in self.states if part.name in layout.starts]
 
 
@@ -202,7 +199,7 @@ SavedViews = list[ref[torch.Tensor]]
 
 
 class Lasting(NamedTuple):
-    """The buffer of a group that is used again: see [Note: views for good]."""
+    """The reused buffer of a group: see [Note: views for good]."""
 
     buffer: torch.Tensor  # uint8 [group's bytes]
     storage: torch.UntypedStorage
@@ -213,63 +210,61 @@ class Lasting(NamedTuple):
 class Chunk:
     """The states first used in one unit. Without a store, its placement is persistent.
 
-    With `sharding`, this is what stands on the device, and `own` what this rank has in the store.
-
-    A chunk that is updated speculatively has a second copy of its states, `spare`. An update reads
-    the current copy and writes all of the spare one; `exchange` makes that the current one.
+    With `sharding`, this is the chunk on the device, and `own` this rank's shard in the store. A
+    speculatively updated chunk has a second copy of its states, `spare`: an update reads the
+    current copy and writes all of the spare one; `exchange` swaps them.
     """
 
     unit: int
     groups: tuple[Group, ...]
     used_by: tuple[int, ...]
-    slices: tuple[Slice, ...] = field(init=False)  # those of the groups
+    slices: tuple[Slice, ...] = field(init=False)  # of all groups
     parameters: list[nn.Parameter] = field(init=False)
     every_group: range = field(init=False)
     group_bytes: tuple[int, ...] = field(init=False)
-    parameter_bytes: int = field(init=False)  # with the padding between parameters
+    parameter_bytes: int = field(init=False)  # with padding between parameters
     gradient_bytes: int = field(init=False)
     store: Store | None = None
     current: Copy = field(default_factory=Copy)
     spare: Copy | None = None
-    # The gradients that a speculative update has used, by name; None: it did not run, or what it
-    # read has changed.
+    # Gradients used by a speculative update, by name; None: it did not run, or its inputs changed.
     speculated: dict[str, GradientInStore] | None = None
-    # The groups on the device, or on their way there, by number.  # uint8 [group's bytes]
+    # Groups on the device or on their way there, by number.  # uint8 [group's bytes]
     buffers: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    # The groups whose parameters have their shapes and hold nothing.
+    # Groups whose parameters have their shapes and no memory.
     hollow: set[int] = field(default_factory=set[int])
-    # See [Note: views for good]: whether buffers are used again, these, the groups whose parameters
-    # are views of them, and how many tensors held each when it came: parameters and kept updates.
+    # See [Note: views for good]: whether buffers are reused, these buffers, the groups whose
+    # parameters view them, and each buffer's holders at its arrival: parameters and cached updates.
     lasts: bool = False
     lasting: dict[int, Lasting] = field(default_factory=dict[int, Lasting])
     viewing: set[int] = field(default_factory=set[int])
     holders: dict[int, int] = field(default_factory=dict[int, int])
-    # By group, the views of its lasting buffer that autograd has saved: each holds it once.
+    # By group, the views of its reused buffer that autograd saved: each holds it once.
     saved: dict[int, SavedViews] = field(default_factory=dict[int, SavedViews])
-    # By group, its parameters, and where they are while they are not on the device.
+    # By group, its parameters and their places while off the device.
     places: dict[int, list[tuple[nn.Parameter, Elsewhere]]] = field(
         default_factory=dict[int, list[tuple[nn.Parameter, Elsewhere]]]
     )
-    # The parameters' versions when they came to the device, which writes count up.
+    # The parameters' versions at arrival on the device; writes increase them.
     versions: dict[str, int] = field(default_factory=dict[str, int])
-    # Gradients by parameter: on the device, taken for their moves, and in the store below it.
+    # Gradients by parameter: on the device, taken for their moves; and in the store below.
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     offloaded_gradients: dict[str, GradientInStore] = field(
         default_factory=dict[str, GradientInStore]
     )
-    # What stood in `.grad` after the micro-batches before, set aside while one runs.
+    # `.grad` after earlier micro-batches, set aside while one runs.
     hidden: dict[str, ConsumedGradient] = field(default_factory=dict[str, ConsumedGradient])
     gradient_store: Store | None = None
     gradient_offset: int = 0
-    # The values of a persistent chunk's parameters, while these are away after their update.
+    # Values of a persistent chunk's parameters, set aside after their update.
     aside: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     sharding: "Sharding | None" = None
-    element_bytes: int = 0  # of trainable elements, where ranks share them
-    # Where the optimizer allows cuts of parameters, if not at any PIECE_ALIGNMENT elements.
+    element_bytes: int = 0  # of trainable elements, if sharded
+    # Allowed cuts of parameters by their optimizer; default: any PIECE_ALIGNMENT elements.
     rules: dict[str, UpdateRule] = field(default_factory=dict[str, UpdateRule])
-    # Called where code reads a parameter that is away: it brings the chunk, or raises.
+    # Called when code reads an offloaded parameter: fetches the chunk, or raises.
     bring: "Callable[[Chunk, str], None]" = field(default=lambda _, name: refuse_reading(name))
-    # Called before values are read for a copy: it raises where they are not those of one step.
+    # Called before values are read for a copy: raises unless all are of one step.
     settle: Callable[[str], None] = field(default=lambda _: None)
 
     def __post_init__(self) -> None:
@@ -286,38 +281,38 @@ class Chunk:
         return self if self.sharding is None else self.sharding.own
 
     def has_states(self, name: str) -> bool:
-        """Whether a parameter has optimizer states here: updated, and of ranks, this one's too."""
+        """Whether a parameter has optimizer states here: updated and, if sharded, on this rank."""
         if name not in self.current.updated:
             return False
         return self.sharding is None or self.sharding.part_of(name) is not None
 
     def exchange(self) -> None:
-        """Make the copy that an update writes the current one."""
+        """Make the copy that the update wrote the current one."""
         assert self.spare is not None
         self.current, self.spare = self.spare, self.current
         self.speculated = None
 
     @property
     def num_trainable(self) -> int:
-        """Trainable elements; of a shared chunk, with the padding between them."""
+        """Trainable elements, with padding if sharded."""
         if self.element_bytes:
             return self.gradient_bytes // self.element_bytes
         return sum(part.numel for part in self.slices if part.trainable)
 
     def size(self, rules: UpdateRules) -> ChunkSize:
-        """The sizes from which a program is compiled."""
+        """The sizes for compiling a program."""
         several = len(self.groups) > 1
         trainable = [(part, part.rule(rules)) for part in self.slices if part.trainable]
         state_bytes = sum(rule.state_bytes(part.numel) for part, rule in trainable)
         uneven = 0
-        if self.element_bytes and trainable:  # with the padding between them
+        if self.element_bytes and trainable:  # with padding
             _, rule = trainable[0]
             state_bytes = rule.state_bytes(self.num_trainable)
         elif (
             not any(rule.reason for _, rule in trainable)
             and len({frozenset(rule.states.items()) for _, rule in trainable}) > 1
         ):
-            # Pieces are even in elements: one may have all that have more bytes than most.
+            # Pieces have equal elements: one may consist of those with the most bytes each.
             most = max(trainable, key=lambda one: one[0].numel)[1].element_bytes
             beyond = (rule.state_bytes(part.numel) - most * part.numel for part, rule in trainable)
             uneven = ceil(sum(more for more in beyond if more > 0))
@@ -334,7 +329,7 @@ class Chunk:
         )
 
     def join_groups(self) -> None:
-        """Move all parameters as one group."""
+        """Merge all groups into one."""
         slices = tuple(replace(part, group=0, inside=part.offset) for part in self.slices)
         self.groups = (Group(0, self.parameter_bytes, slices, self.gradient_bytes),)
         self.hollow = {0} if self.hollow else set()
@@ -350,14 +345,14 @@ class Chunk:
         return pieces_in(tuple([group.gradient_bytes for group in self.groups]), share)
 
     def cut(self, element: int) -> int:
-        """Where a piece that should end before `element` ends, within its parameter."""
+        """The end of a piece that should end before `element`, within its parameter."""
         for part in self.slices:
             if part.trainable and part.start <= element < part.start + part.numel:
                 return part.start + self.cut_of(part).before(element - part.start, part.numel)
         return element
 
     def cut_of(self, part: Slice) -> "Cut":
-        """Where ranges of a parameter may begin; nowhere if its optimizer cannot cut it."""
+        """Allowed starts of a parameter's ranges; none if its optimizer cannot cut it."""
         rule = self.rules.get(part.name)
         if rule is None:
             return Cut()
@@ -368,7 +363,7 @@ class Chunk:
     def room(
         self, number: int, empty: Callable[[int], torch.Tensor], *, lent: bool = False
     ) -> torch.Tensor:
-        """A buffer for a group that comes to the device, `lent` if not for a step.  # uint8"""
+        """A buffer for a group's arrival; `lent`: not for a step.  # uint8"""
         size = self.groups[number].num_bytes
         known = None if lent else self.lasting.get(number)
         if known is not None:
@@ -382,14 +377,14 @@ class Chunk:
         return buffer
 
     def last(self, *, lasts: bool) -> None:
-        """Use buffers again from now on, or no more: who holds one has it then."""
+        """Reuse buffers from now on, or stop: present buffers go to their holders."""
         self.lasts = lasts
         self.lasting.clear()
         self.viewing.clear()
         self.saved.clear()
 
     def end_step(self) -> None:
-        """Forget the saved views that autograd has released, and buffers that last no longer."""
+        """Drop saved views that autograd released, and buffers no longer reused."""
         if self.lasting and not self.lasts:
             self.last(lasts=False)
         for views in self.saved.values():
@@ -417,7 +412,7 @@ class Chunk:
         self, number: int, buffer: torch.Tensor, typed: dict[torch.dtype, torch.Tensor]
     ) -> None:
         self.viewing.discard(number)
-        with torch.inference_mode(mode=False):  # a parameter's, also where a forward is without
+        with torch.inference_mode(mode=False):  # usable by autograd, even in a forward without it
             for part in self.groups[number].slices:
                 come_back(part.parameter)
                 size = part.dtype.itemsize
@@ -429,12 +424,12 @@ class Chunk:
                 self.versions[part.name] = part.parameter._version
 
     def _holders(self, number: int, lasting: Lasting) -> int:
-        """The tensors that hold a lasting buffer, besides saved ones."""
+        """The holders of a reused buffer, other than saved tensors."""
         saved = [view for view in self.saved.get(number, ()) if view() is not None]
         return num_holders(lasting.storage) - len(saved)
 
     def unbind(self, groups: Iterable[int]) -> None:
-        """Leave parameters of the right shape that hold nothing (`away`)."""
+        """Leave the groups' parameters with shapes but without memory (`away`)."""
         for number in set(groups) - self.hollow:
             if (places := self.places.get(number)) is None:
                 places = self.places[number] = [
@@ -452,10 +447,7 @@ class Chunk:
         )
 
     def release(self, groups: Collection[int], *, looks: bool = False) -> list[torch.Tensor]:
-        """Take the buffers of these groups from the model: those that do not last are returned.
-
-        With `looks`, those with other holders last no longer.
-        """
+        """Take these groups' buffers; returns ones not reused, and `looks` for other holders."""
         released: list[torch.Tensor] = []
         for number in groups:
             self.unbind((number,))
@@ -474,14 +466,14 @@ class Chunk:
         return released
 
     def _copy(self, part: Slice) -> torch.Tensor:
-        """The values on its device of a parameter that is away.  # part.dtype [part.shape]"""
+        """An offloaded parameter's values, copied to its device.  # part.dtype [part.shape]"""
         self.settle("the model was copied")
         if part.name in self.aside:
             return self.aside[part.name].clone()
         return read_values(self, part, device=part.parameter.device)
 
     def put_aside(self) -> None:
-        """Send parameters that backward has updated away until `put_back`."""
+        """Hide parameters that backward has updated, until `put_back`."""
         for part in self.slices:
             if part.trainable:
                 self.aside[part.name] = part.parameter.data
@@ -491,14 +483,14 @@ class Chunk:
                 send_away((part.parameter, place))
 
     def put_back(self) -> None:
-        """Bring back the parameters that `put_aside` sent away."""
+        """Restore the parameters of `put_aside`."""
         for part in self.slices:
             if (values := self.aside.pop(part.name, None)) is not None:
                 come_back(part.parameter)
                 part.parameter.data = values
 
     def take_gradients(self) -> None:
-        """Move the gradients from the parameters to the chunk; RuntimeError where one is sparse."""
+        """Move gradients from the parameters to the chunk; RuntimeError for a sparse one."""
         with plainly():
             for part in self.slices:
                 gradient = part.parameter.grad
@@ -516,7 +508,7 @@ class Chunk:
                 part.parameter.grad = ConsumedGradient.of_kind(*kind)
 
     def place_gradient(self, part: Slice, norm: torch.Tensor | None = None) -> GradientInStore:
-        """Note that a gradient waits at its place in the gradient store, where it is to be."""
+        """Record that a gradient waits at its place in the gradient store."""
         assert self.gradient_store is not None
         stored = self.offloaded_gradients[part.name] = GradientInStore(
             store=self.gradient_store,
@@ -530,7 +522,7 @@ class Chunk:
         return stored
 
     def store_replaced(self) -> None:
-        """Bring gradients that code has put in place of others to where those waited."""
+        """Store gradients that code has assigned in place of waiting ones."""
         if self.gradient_store is None or self.sharding is not None:
             return
         for part in self.slices:
@@ -540,10 +532,7 @@ class Chunk:
                 stored.store.write(stored.offset, values.view(torch.uint8))
 
     def forget_dropped(self) -> None:
-        """Forget waiting gradients whose stand-ins the training loop has removed (`zero_grad`).
-
-        What it has changed of the others is written back.
-        """
+        """Drop waiting gradients without stand-ins (`zero_grad`); write back changes to others."""
         for stored in self.offloaded_gradients.values():
             stored.take_back()
         with plainly():
@@ -552,7 +541,7 @@ class Chunk:
                     self.offloaded_gradients.pop(part.name, None)
 
     def hide_consumed(self) -> None:
-        """Leave no gradient where one was taken, for autograd to add to, until `show_consumed`."""
+        """Hide consumed gradients, so that autograd does not add to them, until `show_consumed`."""
         with plainly():
             for part in self.consumed:
                 gradient = part.parameter.grad
@@ -562,14 +551,14 @@ class Chunk:
                     part.parameter.grad = None
 
     def show_consumed(self) -> None:
-        """Restore hidden gradients where no other gradient came."""
+        """Restore hidden gradients, except where another came."""
         for part in self.slices if self.hidden else ():
             if part.name in self.hidden and part.parameter.grad is None:
                 part.parameter.grad = self.hidden[part.name]
         self.hidden.clear()
 
     def clear_gradients(self, *, in_use: bool = False) -> None:
-        """Forget gradients, but for those `in_use` by an update; their stand-ins are dropped."""
+        """Drop gradients, except those `in_use` by an update, and their stand-ins."""
         if not in_use:
             self.gradients.clear()
         self.offloaded_gradients.clear()
@@ -577,7 +566,7 @@ class Chunk:
         self.hidden.clear()
 
     def drop_consumed(self) -> list[tuple[nn.Parameter, ConsumedGradient]]:
-        """Leave no gradient where one was taken; returns whose it was, with what says: used."""
+        """Set consumed gradients to None; returns the parameters with their `UsedGradient`s."""
         found: list[tuple[nn.Parameter, ConsumedGradient]] = []
         with plainly():
             for part in self.slices:
@@ -590,14 +579,14 @@ class Chunk:
 
     @property
     def consumed(self) -> list[Slice]:
-        """Where a stand-in is in place of the gradient."""
+        """Slices with a stand-in for a gradient."""
         with plainly():
             grads = [part.parameter.grad for part in self.slices]
         pairs = zip(self.slices, grads, strict=True)
         return [part for part, grad in pairs if isinstance(grad, ConsumedGradient)]
 
     def refuse_written(self, *, forward: bool = True) -> None:
-        """RuntimeError where a pass wrote to parameters that are about to be taken away."""
+        """RuntimeError if a pass wrote to parameters that are about to be evicted."""
         for part in self.slices if len(self.hollow) < len(self.groups) else ():
             version = part.parameter._version
             if part.group not in self.hollow and version != self.versions.get(part.name, version):
@@ -613,8 +602,8 @@ class Chunk:
 def bring_foreign(chunks: Iterable[Chunk]) -> None:
     """Give parameters the gradients of others that code has assigned to them, as tensors.
 
-    What stands in `.grad` of a parameter that is not its own leads to another one's place: all are
-    read before any place is written.
+    A stand-in in another parameter's `.grad` refers to its own place: all are read before any
+    write.
     """
     with plainly():
         found = [(chunk, part, part.parameter.grad) for chunk in chunks for part in chunk.slices]
@@ -643,7 +632,7 @@ _READ_EARLY = (
 
 
 def refuse_reading(name: str, *, why: str = _READ_AWAY) -> NoReturn:
-    """RuntimeError that names the way to a parameter that is away."""
+    """RuntimeError that explains how to read an offloaded parameter."""
     raise RuntimeError(why.format(name))
 
 
@@ -654,10 +643,10 @@ def read_values(
     assert chunk.store is not None
     if chunk.sharding is not None:
         what, ranks = "parameters" if layout is None else "optimizer states", chunk.sharding.ranks
-        # Gathered values are on the host before the ranks part, or a failure was reported.
+        # Gathered values are on the host before the ranks go on, or a failure is reported.
         with ranks.meeting.reporting(f"a gather of {what}", final=True):
             whole = chunk.sharding.gather(chunk, part, layout).cpu()
-        # A copy: on a CPU `whole` is a view of all that was gathered with it.
+        # A copy: on a CPU `whole` is a view of the whole gather.
         return flat_storage_order(whole).to(device, copy=True).as_strided(part.shape, part.stride)
     dtype = part.dtype if layout is None else layout.dtype
     count = part.numel if layout is None else layout.rule.count(part.numel)
@@ -669,7 +658,7 @@ def read_values(
 
 
 class Place(NamedTuple):
-    """Elements of a parameter, or of one of its states, in a store: all, or a rank's part."""
+    """Elements of a parameter or a state in a store: all, or a rank's part."""
 
     store: Store
     offset: int  # bytes from the start of the store
@@ -678,7 +667,7 @@ class Place(NamedTuple):
 
 
 def place_of(chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> Place | None:
-    """Return the elements that this rank writes; None where it has nothing of the parameter."""
+    """The elements that this rank writes; None if it has none of the parameter."""
     own, sharding = chunk.own, chunk.sharding
     if sharding is not None and sharding.common is not None and not part.trainable:
         return sharding.common.part_of(part)
@@ -697,12 +686,12 @@ def write_values(
     if place is not None:
         dtype = part.dtype if layout is None else layout.dtype
         if layout is not None and layout.rule.per > 1:
-            flat = values.detach().to(dtype)  # in order already
+            flat = values.detach().to(dtype)  # already in order
         else:
             source = dense(values.detach().resolve_conj().resolve_neg(), part.stride)
             flat = flat_storage_order(source)[place.first : place.first + place.numel].to(dtype)
         written = flat.contiguous().view(torch.uint8)
         place.store.write(place.offset, written)
         chunk.speculated = None
-        if chunk.spare is not None and not part.trainable:  # no update writes it there
+        if chunk.spare is not None and not part.trainable:  # updates do not write it there
             place.store.write(chunk.spare.place(part), written)

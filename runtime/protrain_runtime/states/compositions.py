@@ -1,9 +1,9 @@
-"""Optimizer states that are tensors made of tensors: taken apart, and put together again.
+"""Optimizer states that are tensors made of tensors: taken apart and put together.
 
-Such a state is a traceable tensor subclass, as torchao's are: codes, scales and a table. Stores,
-moves and checkpoints have plain tensors. A state `exp_avg` made of `codes` and `scale` is to them
-`exp_avg:codes` and `exp_avg:scale`, and at `exp_avg:` is what makes one state of them again, for
-the whole parameter or for a range of it.
+Such a state is a traceable tensor subclass, as torchao's: codes, scales and a table. Stores, moves
+and checkpoints take plain tensors: a state `exp_avg` of `codes` and `scale` becomes `exp_avg:codes`
+and `exp_avg:scale`, and `exp_avg:` holds the rule that puts it together, for the whole parameter or
+a range.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MARK = ":"
-"""The end of the key of a state that says what others are put together to."""
+"""The suffix of a key whose state is the rule for putting others together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Composition:
     """The class and context that make a tensor of its parts, by PyTorch's protocol.
 
-    context  what `__tensor_flatten__` gives besides the parts' names
-    shape    of the tensor, which the context may name, too
+    context  from `__tensor_flatten__`, besides the parts' names shape    of the tensor, perhaps
+    also in the context
     """
 
     kind: type
@@ -34,12 +34,12 @@ class Composition:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Composition":
-        """Describe a tensor made of others."""
+        """Describe a composed tensor."""
         parts, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return cls(type(tensor), tuple(parts), context, tensor.shape)
 
     def reshaped(self, shape: torch.Size) -> "Composition":
-        """Describe a tensor of another shape, of parts that are as much longer or shorter."""
+        """Describe a tensor of another shape, with parts scaled accordingly."""
         return replace(self, context=_renamed(self.context, self.shape, shape), shape=shape)
 
     def make(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Composition:
         return made
 
     def described(self) -> dict[str, Any]:
-        """In plain values, for a checkpoint."""
+        """Plain values for a checkpoint."""
         return {
             "class": _name(self.kind),
             "parts": list(self.parts),
@@ -62,7 +62,7 @@ class Composition:
 
     @classmethod
     def read(cls, described: Any) -> "Composition":
-        """Read what `described` gave, of a class that files may name; else ValueError."""
+        """Read the result of `described`; ValueError unless files may name its class."""
         match described:
             case {"class": str(name), "parts": list(parts), "context": context, "shape": list(own)}:
                 pass
@@ -82,7 +82,7 @@ def _name(kind: type) -> str:
 
 
 def _renamed(context: Any, old: torch.Size, new: torch.Size) -> Any:
-    """The same with the other shape, where it names the one."""
+    """The context with `new` in place of the shape `old`."""
     if isinstance(context, tuple) and tuple(context) == tuple(old):
         return new
     if isinstance(context, tuple | list):
@@ -93,12 +93,12 @@ def _renamed(context: Any, old: torch.Size, new: torch.Size) -> Any:
 
 
 def is_composed(value: object) -> bool:
-    """Whether it is a tensor made of tensors."""
+    """Whether the value is a tensor made of tensors."""
     return isinstance(value, torch.Tensor) and bool(is_traceable_wrapper_subclass(value))
 
 
 def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of one parameter, with plain tensors for those that are made of others."""
+    """A parameter's states, with composed ones as plain tensors."""
     flat: dict[str, Any] = {}
     for key, value in state.items():
         if is_composed(value):
@@ -111,7 +111,7 @@ def taken_apart(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_together(flat: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
-    """Put `taken_apart` states together, for a parameter, or a range of one, of this shape."""
+    """Put `taken_apart` states together for this shape: of a parameter or a range."""
     state = dict(flat)
     for key, how in flat.items():
         if isinstance(how, Composition):
@@ -122,7 +122,7 @@ def put_together(flat: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
 
 
 def tensors_in(value: Any, *, modules: bool = True) -> list[torch.Tensor]:
-    """The plain tensors in containers, in objects, also `modules`, and in composed tensors."""
+    """The plain tensors in containers, objects (also `modules`) and composed tensors."""
     found: list[torch.Tensor] = []
     seen: set[int] = set()
     inside: list[Any] = [value]

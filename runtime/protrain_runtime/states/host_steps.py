@@ -1,7 +1,7 @@
-"""Plain training with some parameters stepped on in host memory, as plans on accelerators do.
+"""Plain training with host updates of some parameters, as in plans on accelerators.
 
-The host's kernels of an optimizer round otherwise than an accelerator's. A run that is compared
-with a plan's, bit by bit, updates the same parameters on the host.
+An optimizer's CPU kernels round differently from an accelerator's. A plain run that is compared
+with a plan bit by bit updates the same parameters on the host.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,7 +17,7 @@ from protrain_runtime.states.stepping import OptimizerFactory
 
 
 class HostSteps(torch.optim.Optimizer):
-    """An optimizer of parameters where they are, and of those `on_host` on the host."""
+    """An optimizer that updates parameters in place, and those `on_host` on the host."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class HostSteps(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step on all parameters; those of the host come back in the end."""
+        """Update all parameters; those on the host are copied back last."""
         assert closure is None, "a plan's steps take closures themselves"
         for parameter, copy in self._copies.items():
             copy.grad = None if parameter.grad is None else parameter.grad.cpu()
@@ -79,7 +79,7 @@ class HostSteps(torch.optim.Optimizer):
 
 
 def stepping_as(plan: Plan, model: nn.Module, factory: OptimizerFactory) -> OptimizerFactory:
-    """Return a factory of optimizers that update on the host what the plan updates there."""
+    """A factory of optimizers with the plan's host updates."""
     there = {unit.name for unit in plan.host_updated}
     if not there:
         return factory

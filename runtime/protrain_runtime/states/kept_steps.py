@@ -1,9 +1,9 @@
-"""Optimizers of the ranges of a piece, and whether the next step can use them again.
+"""Optimizers of a piece's ranges, and their reuse in the next step.
 
-An optimizer of the user's class is made over a range's elements, its gradients and its states. To
-make one takes several times as long as its step. Where all of these stay in place from step to
-step, so does the optimizer, and each step gives it the options that hold by then. PyTorch's own
-fused Adam and AdamW are kernels over lists, called without the optimizer around them.
+An optimizer of the user's class is made over a range's elements, gradients and states, which takes
+several times as long as its step. If all of these stay in place from step to step, the optimizer is
+reused with the current options. PyTorch's fused Adam and AdamW are called directly, as kernels over
+lists.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from protrain_runtime.states.stepping import (
 from protrain_runtime.states.trials import is_equal
 
 Options = Mapping[str, Mapping[str, Any]]
-"""Hyperparameters by parameter name; those of one group are one object."""
+"""Hyperparameters by parameter name; one object per group."""
 
 
 class Span(NamedTuple):
@@ -40,12 +40,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shadow:
-    """Elements that an optimizer steps on as one tensor.
+    """Elements that an optimizer updates as one tensor.
 
-    name     the parameter's
-    ends     they are the parameter's last: its scalars are this optimizer's
-    staged   the states that it was given, by key: none before the first step
-    waits    the gradient has waited below the device
+    name     the parameter's ends     at the parameter's end: its scalars are this optimizer's
+    staged   its given states, by key; None before the first step waits    the gradient has waited
+    below the device
     """
 
     parameter: nn.Parameter  # [elements]
@@ -56,7 +55,7 @@ class Shadow:
     waits: bool
 
     def in_place(self, state: Mapping[str, Any]) -> bool:
-        """Whether the optimizer has left its states where they were."""
+        """Whether the optimizer left its states in place."""
         return self.staged is not None and all(
             isinstance(found := state.get(key), torch.Tensor)
             and found.data_ptr() == values.data_ptr()
@@ -66,7 +65,7 @@ class Shadow:
 
 
 class FusedAdam:
-    """PyTorch's fused step of a group of Adam or AdamW, on lists that are made once."""
+    """PyTorch's fused step of an Adam or AdamW group, on lists made once."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], states: Mapping[Any, dict[str, Any]]
@@ -111,7 +110,7 @@ class FusedAdam:
 
     @staticmethod
     def takes(options: Mapping[str, Any]) -> bool:
-        """Whether a step with these options is that kernel and nothing else."""
+        """Whether a step with these options is only that kernel."""
         beta1, beta2 = options["betas"]
         for given in (options["lr"], beta1, beta2):
             if type(given) is torch.Tensor or type(given) is bool:
@@ -124,13 +123,11 @@ _LENGTH = len(OF_PLANS)
 
 @dataclass(slots=True)
 class Range:
-    """Elements that one optimizer steps on, perhaps in a thread of its own.
+    """Elements that one optimizer updates, perhaps in its own thread.
 
-    heads    a parameter of each group, which has the group's options
-    leads    by shadow, the one of its group
-    usual    the groups have these options, and no others
-    factors  by which gradients are multiplied in this step
-    kernels  what takes the place of its step, by group
+    heads    a parameter of each group, which has the group's options leads    by shadow, the one of
+    its group usual    the groups have only these options factors  of gradients in this step kernels
+    that replace its step, by group
     """
 
     worker: torch.optim.Optimizer
@@ -143,7 +140,7 @@ class Range:
 
     @staticmethod
     def of(factory: OptimizerFactory, shadows: Sequence[Shadow], options: Options) -> "Range":
-        """Make an optimizer, which has no states yet."""
+        """Make an optimizer without states."""
         members = [(each.parameter, each.name, options[each.name]) for each in shadows]
         worker = factory(groups_of(members))
         heads: dict[int, str] = {}  # by the options, in the order of their groups
@@ -172,10 +169,10 @@ class Range:
 
 
 class _Source(NamedTuple):
-    """A part of a piece, as each step has to find it for the optimizers that are kept.
+    """A part of a piece, to be found in each step for reused optimizers.
 
-    base     its scalars; None: it had no gradient
-    at_hand  its gradient is there; else it is in the `store` at an offset, or nowhere
+    base     its scalars; None: it had no gradient at_hand  its gradient is there; else it is in the
+    `store` at an offset, or nowhere
     """
 
     part: Slice
@@ -186,10 +183,10 @@ class _Source(NamedTuple):
 
 
 class KeptRanges:
-    """The optimizers of a piece, for steps in which all is where it was.
+    """The optimizers of a piece, for steps with all tensors in place.
 
-    `parts` are those of the piece, and `copy` has their states; `run` does a task for each of the
-    `ranges`. `read` and `write` bring all else that a step finds in place, and take it back.
+    `parts` are the piece's, and `copy` has their states; `run` runs a task per range of `ranges`.
+    `read` and `write` bring and take back everything else.
     """
 
     def __init__(
@@ -215,7 +212,7 @@ class KeptRanges:
             stored = waiting[name] if waits.get(name) else None
             place = (None, 0) if stored is None else (stored.store, stored.offset)
             self._sources.append(_Source(part, base, waits.get(name) is False, *place))
-        for each in ranges:  # by kernels, where these do all that the optimizer does
+        for each in ranges:  # by kernels that do all of the optimizer's work
             groups, states = each.worker.param_groups, each.worker.state
             if known(type(each.worker)).is_kernel and all(map(FusedAdam.takes, groups)):
                 each.kernels = [FusedAdam(group["params"], states) for group in groups]
@@ -227,15 +224,12 @@ class KeptRanges:
         waiting: Mapping[str, GradientInStore],
         gradients: Mapping[str, torch.Tensor],
     ) -> bool:
-        """Take what is this step's own; False where it asks for other optimizers.
-
-        It is called in every step of every piece, and calls next to nothing.
-        """
+        """Take this step's inputs; False if it needs other optimizers. Hot: avoid calls."""
         scalars, updated = self._copy.scalars, self._copy.updated
         for part, base, at_hand, store, offset in self._sources:
             name = part.name
             if base is not None and (name not in updated or scalars[name] is not base):
-                return False  # code has loaded or changed them
+                return False  # code loaded or changed them
             if (name in gradients) is not at_hand or (
                 not at_hand and (name in waiting) is (store is None)
             ):
@@ -251,7 +245,7 @@ class KeptRanges:
             each.factors = []
             for shadow, head in zip(each.shadows, each.leads, strict=True):
                 if options[shadow.name] is not options[head]:
-                    return False  # a parameter is in another group
+                    return False  # a parameter changed its group
                 if not shadow.waits:
                     shadow.parameter.grad = gradients[shadow.name]
                 elif factors := waiting[shadow.name].factors:
@@ -271,7 +265,7 @@ class KeptRanges:
         return True
 
     def step(self) -> bool:
-        """Step once; False where an optimizer has put other tensors in the place of its states."""
+        """Step once; False if an optimizer replaced its states' tensors."""
         self._run(self._steps)
         in_place = True
         for each in self.ranges:
@@ -281,13 +275,13 @@ class KeptRanges:
                 known_keys = {*scalars, *(shadow.staged or ())}
                 if not shadow.in_place(state) or state.keys() != known_keys:
                     in_place = False
-                elif shadow.ends:  # scalars that are no tensors are not written in place
+                elif shadow.ends:  # non-tensor scalars are not written in place
                     scalars.update({key: state[key] for key in scalars})
         self._end()
         return in_place
 
     def _end(self) -> None:
-        """Hold nothing that is another one in the next step: who has it frees it."""
+        """Drop references that change with each step: their owner frees them."""
         for each in self.ranges:
             for shadow in each.shadows:
                 if not shadow.waits:

@@ -1,4 +1,4 @@
-"""A table of optimizers' classes; all else is seen in their steps (`update_rules`)."""
+"""A table of optimizer classes; all other facts are observed in their steps (`update_rules`)."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -15,11 +15,10 @@ from protrain_runtime.states.stepping import OptimizerFactory, kind_of
 class Known:
     """Facts of a class that its steps do not show.
 
-    blocks     of an optimizer: elements of a block of its states, and of the smallest parameter
-               whose states are of blocks
-    guarded    none may be made, or step, beside another
-    by_lines   its fused kernel shares tensors out among PyTorch's threads by whole cache lines
-    is_kernel  its fused step is `torch._fused_adam_` or `_fused_adamw_`, and nothing else
+    blocks     elements of a block of its states, and of the smallest parameter with states in
+    blocks guarded    none may be made, or step, beside another by_lines   its fused kernel splits
+    tensors among PyTorch's threads by whole cache lines is_kernel  its fused step is only
+    `torch._fused_adam_` or `_fused_adamw_`
     """
 
     blocks: Callable[[Any], tuple[float, float]] = lambda _: (1, 1)
@@ -33,19 +32,19 @@ KNOWN: Mapping[type | str, Known] = {
     torch.optim.Adam: Known(by_lines=True, is_kernel=True),
     torch.optim.AdamW: Known(by_lines=True, is_kernel=True),
     torch.optim.Adagrad: Known(by_lines=True),
-    # Of 180 short runs of AdamW8bit in three threads, 11 gave other bits; in turns none.
+    # Of 180 short runs of AdamW8bit in three threads, 11 gave other bits; one at a time, none did.
     "bitsandbytes": Known(
         blocks=lambda made: (256, made.args.min_8bit_size if made.args.optim_bits == 8 else 1),
         guarded=True,
     ),
-    # Each changes a setting of the compiler while it steps, and sets it back.
+    # Each changes a compiler setting during its step, and restores it.
     "torchao": Known(blocks=lambda made: (made.block_size, 4096), guarded=True),
 }
-"""By class, which says nothing of classes made from it; or by the package of a base class."""
+"""By class, subclasses excluded; or by the package of a base class."""
 
 
 def known(kind: type) -> Known:
-    """The row of a class; without one, nothing is known."""
+    """The row of a class; an empty one if unknown."""
     if kind in KNOWN:
         return KNOWN[kind]
     packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
@@ -56,11 +55,11 @@ _TURN = threading.RLock()
 
 
 def guarded(factory: OptimizerFactory) -> OptimizerFactory:
-    """The same optimizers; those that may not step beside others wait for their turn.
+    """The same optimizers; those that may not step side by side take turns.
 
-    Lanes and the thread that computes step on parameters of their own at the same time.
-    ProtrainError if bitsandbytes has options for single parameters: it finds them by a parameter's
-    identity and by its place among the others, which a piece of it does not have.
+    Lanes and the compute thread update their own parameters at the same time. ProtrainError if
+    bitsandbytes has options for single parameters: it finds them by a parameter's identity and
+    position, which a piece does not have.
     """
 
     def make(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -81,7 +80,7 @@ def guarded(factory: OptimizerFactory) -> OptimizerFactory:
 
 
 def _refuse_overrides(optimizer: Any) -> None:
-    """ProtrainError where bitsandbytes' manager, one for all of a process, has overrides."""
+    """ProtrainError if bitsandbytes' process-wide manager has overrides."""
     manager = getattr(optimizer, "mng", None)
     if manager is None or not (
         manager.module_weight_config_triple or manager.pid2config or manager.index2config

@@ -1,11 +1,10 @@
-"""Mixed precision by master weights: the optimizer steps on float32 copies of the parameters.
+"""Mixed precision by master weights: the optimizer updates float32 copies of the parameters.
 
 For a parameter p of lower precision, with its master m (at first p, exactly) and gradient g:
 
     m <- the optimizer's step on m with the gradient float32(g);  p <- m, rounded to p's dtype
 
-The master is one of the parameter's optimizer states, "master", beside those of the user's
-optimizer, which are float32 with it.
+The master is an optimizer state, "master", beside the user's optimizer's, which are float32, too.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,9 +25,9 @@ MASTER = "master"
 def with_master_weights(
     factory: OptimizerFactory,
 ) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
-    """A factory of optimizers with master weights, whose steps are those of `factory`'s.
+    """A factory of optimizers with master weights that step as `factory`'s do.
 
-    `prepare` does this itself under a plan of master precision. Plainly:
+    `prepare` applies it under a plan of master precision. In plain training:
 
         optimizer = with_master_weights(partial(torch.optim.AdamW, lr=3e-4))(model.parameters())
     """
@@ -40,12 +39,11 @@ def with_master_weights(
 class MasterOptimizer(torch.optim.Optimizer):
     """The user's elementwise optimizer over float32 masters of its parameters.
 
-    Parameters are stepped on in batches, each by one optimizer of the user's class. A batch is what
-    has room for its float32 gradients: `room_elements` of them, or those of the largest parameter
-    where that is more. All gradients at once would take memory that no plan counts; one parameter
-    after the other would cost an optimizer and a call of its step for each, which is most of what
-    small ones take. A parameter that float32 would not widen is its own master: of float32 itself,
-    of float64, a complex one.
+    Parameters are updated in batches, each by one optimizer of the user's class. A batch's float32
+    gradients fit in `room_elements`, or are the largest parameter's if larger. All gradients at
+    once would take uncounted memory; one parameter at a time would make and call an optimizer for
+    each, most of the time of small ones. A parameter that float32 would not widen (float32,
+    float64, complex) is its own master.
     """
 
     room_elements: int = 0
@@ -54,7 +52,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._factory = factory
         super().__init__(parameters, {})
         dtypes = {_master_dtype(p.dtype) for group in self.param_groups for p in group["params"]}
-        dummies = [  # frozen parameters may be of integers, such as packed weights
+        dummies = [  # frozen parameters may be integers, such as packed weights
             nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
             for values in (torch.zeros(1, dtype=dtype) for dtype in dtypes)
         ]
@@ -65,7 +63,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 group.setdefault(option, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles step, too."""
+        """Copies and pickles can step, too."""
         return {**super().__getstate__(), "_factory": self._factory, "kind": self.kind}
 
     @torch.no_grad()
@@ -76,7 +74,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         batches = _batches(self.param_groups, self.room_elements)
-        # One room for all: memory that goes back to the system has to have its pages cleared anew.
+        # One buffer for all: returned memory needs its pages cleared again.
         every = (one for batch in batches for one in batch)
         largest = max((one.stop for one in every if _is_narrow(one.parameter.grad)), default=0)
         room = torch.empty(0)
@@ -87,7 +85,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_on(self, batch: Sequence["_Due"], room: torch.Tensor) -> None:
-        """Step on the masters of a batch; `room` holds their gradients.  # float32 [elements]"""
+        """Update a batch's masters; `room` holds their gradients.  # float32 [elements]"""
         groups: dict[int, dict[str, Any]] = {}
         masters: list[nn.Parameter] = []
         narrow: list[torch.Tensor] = []
@@ -100,7 +98,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             master, gradient = nn.Parameter(values), one.parameter.grad
             vars(master).update(attributes_of(one.parameter))
             assert gradient is not None
-            if _is_narrow(gradient):  # a master has it as float32, in the room
+            if _is_narrow(gradient):  # in the room, as float32
                 narrow.append(gradient)
                 wide.append(room.as_strided(master.shape, master.stride(), one.start))
                 master.grad = wide[-1]
@@ -126,7 +124,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         for one, master in zip(batch, masters, strict=True):
             made = dict(worker.state[master])
             for key, value in made.items():
-                # An optimizer may keep the gradient itself, where the next batch's will stand.
+                # An optimizer may keep the gradient itself, whose memory the next batch reuses.
                 plain = isinstance(value, torch.Tensor) and not is_composed(value)
                 if plain and lowest <= value.data_ptr() < highest:
                     made[key] = value.clone()
@@ -139,7 +137,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             torch._foreach_copy_(rounded, exact)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; states keep their own precision, which torch would round."""
+        """Load a `state_dict`; states keep their precision, unlike in torch, which rounds."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -156,7 +154,7 @@ def _master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Due(NamedTuple):
-    """A parameter that has a gradient, the number of its group, and its range of a room."""
+    """A parameter with a gradient, its group's number, and its range of the room."""
 
     group: int
     parameter: nn.Parameter
@@ -165,13 +163,13 @@ class _Due(NamedTuple):
 
 
 def _is_narrow(gradient: torch.Tensor | None) -> bool:
-    """Whether it is copied to the room; a sparse one has a way of its own."""
+    """Whether the gradient is copied to the room; sparse ones are not."""
     assert gradient is not None
     return gradient.dtype != _master_dtype(gradient.dtype) and gradient.layout == torch.strided
 
 
 def _batches(groups: Sequence[Mapping[str, Any]], room_elements: int) -> list[list[_Due]]:
-    """Batches of one device, of at most `room_elements` or one parameter."""
+    """Batches per device, each of at most `room_elements` or one parameter."""
     every = ((number, p) for number, group in enumerate(groups) for p in group["params"])
     due = [(number, parameter) for number, parameter in every if parameter.grad is not None]
     limit = max([room_elements, *(parameter.numel() for _, parameter in due)])

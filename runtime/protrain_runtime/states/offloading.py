@@ -16,11 +16,11 @@ def offload(
     speculate: bool = False,
     on_disk: int = 0,
 ) -> None:
-    """Copy the parameters to `store`, and reserve room for them and their states there.
+    """Copy the parameters to `store`, and reserve their and their states' places there.
 
-    Of frozen parameters, `on_disk` sixteenths go to the disk of a split store. Gradients get room
-    in `gradient_store`. Of what ranks share, this rank's part. With `speculate` there is room for a
-    second copy. The parameters themselves stay as they are until `unbind`.
+    Of frozen parameters, `on_disk` sixteenths go to the disk of a split store. Gradients get places
+    in `gradient_store`. If sharded, only this rank's shard. With `speculate`, a second copy gets
+    places. The parameters stay in place until `unbind`.
     """
     own = chunk.own
     dtypes = {part.dtype for part in chunk.slices if part.trainable}
@@ -45,7 +45,7 @@ def offload(
         own.spare = None if copy is own.current else copy
     chunk.store = own.store = store
     for part in chunk.slices:
-        if not isinstance(part.parameter, AwayParameter):  # its values come later
+        if not isinstance(part.parameter, AwayParameter):  # values come later
             write_values(chunk, part, part.parameter)
     if gradient_store is not None:
         own.gradient_store = gradient_store
@@ -53,7 +53,7 @@ def offload(
 
 
 def _ranges(chunk: Chunk, size: ChunkSize, on_disk: int) -> list[tuple[int, bool]]:
-    """The ranges of a chunk's parameters: how many bytes, and whether they lie on disk."""
+    """The ranges of a chunk's parameters: bytes, and whether on disk."""
     found: list[tuple[int, bool]] = []
     for group, left in zip(chunk.groups, disk_pieces(size, on_disk), strict=True):
         ends = [part.inside for part in group.slices[1:]]
@@ -66,12 +66,12 @@ def _ranges(chunk: Chunk, size: ChunkSize, on_disk: int) -> list[tuple[int, bool
 
 
 def _state_kinds(chunk: Chunk) -> dict[StateKind, tuple[dict[str, int], int]]:
-    """The kinds of states of a chunk: by parameter its first value, and how many there are."""
+    """A chunk's kinds of states: each parameter's first value, and the number of values."""
     kinds: dict[StateKind, tuple[dict[str, int], int]] = {}
     trainable = [part for part in chunk.slices if part.trainable]
     if chunk.sharding is not None:
-        # Of one kind all; padding between parameters has values, too. A rank that has nothing of
-        # a parameter is asked for its states all the same.
+        # All of one kind; padding has values, too. A parameter without elements on this rank is
+        # asked for its states all the same.
         starts = {part.name: 0 for part in trainable}
         starts |= {part.name: part.start for part in chunk.own.slices if part.trainable}
         own = (starts, chunk.own.num_trainable)

@@ -1,4 +1,4 @@
-"""Parameters that share memory: no chunk can hold them apart, and they stay on the device."""
+"""Parameters that share memory: chunks cannot separate them; they stay on the device."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from protrain_runtime.states.stand_ins import AwayParameter
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans: [first, past)."""
+    """The byte range of its storage that a tensor spans: [first, past)."""
     if tensor.numel() == 0:
         return 0, 0
     span = 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -20,7 +20,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlapping(chunks: Sequence[Chunk]) -> set[int]:
-    """The units with parameters that share memory, with another parameter or within one."""
+    """Units with parameters that share memory, with another or within themselves."""
     found: set[int] = set()
     for members in _by_storage(chunks).values():
         reached, last = 0, -1
@@ -35,13 +35,13 @@ def overlapping(chunks: Sequence[Chunk]) -> set[int]:
 
 
 def of_one_storage(chunks: Sequence[Chunk]) -> set[int]:
-    """The units with parameters in a storage that holds other units' parameters, too."""
+    """Units with parameters in another unit's storage."""
     groups = ({unit for *_, unit, _ in members} for members in _by_storage(chunks).values())
     return {unit for units in groups if len(units) > 1 for unit in units}
 
 
 def _by_storage(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int, int, nn.Parameter]]]:
-    """The parameters that have elements by storage: from where, to where, of which unit."""
+    """Non-empty parameters by storage: first byte, past, unit, parameter."""
     found: dict[int, list[tuple[int, int, int, nn.Parameter]]] = defaultdict(list)
     for chunk in chunks:
         for part in chunk.slices:

@@ -45,22 +45,22 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.program import in_blocks
 
 STATE = "quant_state"
-"""The attribute of a packed weight of 4 bits, and of its layer, that holds the scales."""
+"""The attribute with the scales of a 4-bit weight and its layer."""
 
 ROW_SCALES = "SCB"
-"""The attribute of a packed weight of 8 bits, and of its layer's `state`, that is the scales."""
+"""The attribute with the scales of an 8-bit weight and its layer's `state`."""
 
 _TENSORS = ("absmax", "code", "offset")
-"""Tensors of a `QuantState`; of its `state2`, which has the scales' own scales, too."""
+"""Tensors of a `QuantState`, and of its `state2`, which holds nested scales."""
 
 
 def library() -> ModuleType | None:
-    """`bitsandbytes`, where this process has imported it: else no model has layers of it."""
+    """`bitsandbytes`, if imported: otherwise no model has its layers."""
     return sys.modules.get("bitsandbytes")
 
 
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers of 4 and of 8 bits by name, whether their weights are packed already or not."""
+    """4-bit and 8-bit layers by name, packed or not."""
     found = library()
     if found is None:
         return
@@ -74,15 +74,15 @@ def _kinds(found: Any) -> tuple[type, ...]:
 
 
 def of_eight_bits(layer: nn.Module) -> bool:
-    """Whether a packed layer is one of 8 bits."""
+    """Whether a packed layer is 8-bit."""
     found = library()
     return found is not None and isinstance(layer, found.nn.Linear8bitLt)
 
 
 def scales_of(layer: Any) -> dict[str, torch.Tensor]:
-    """A packed layer's scales by their paths: `weight.absmax`, `weight.state2.code`; or `SCB`."""
+    """A packed layer's scales by path: `weight.absmax`, `weight.state2.code`; or `SCB`."""
     if of_eight_bits(layer):
-        # Where they are depends on whether the layer has run: see `Linear8bitLt.init_8bit_state`.
+        # The place depends on whether the layer has run: see `Linear8bitLt.init_8bit_state`.
         own = getattr(layer.weight, ROW_SCALES, None)
         own = layer.state.SCB if own is None else own
         return {} if own is None else {ROW_SCALES: own}
@@ -90,13 +90,13 @@ def scales_of(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def state_scales(weight: Any) -> dict[str, torch.Tensor]:
-    """The scales of a weight of 4 bits by their paths."""
+    """The scales of a 4-bit weight by path."""
     tensors = _state_tensors(getattr(weight, STATE, None))
     return {f"weight.{path}": tensor for path, tensor in tensors.items()}
 
 
 def _state_tensors(state: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a `QuantState` by the path of their attributes: `absmax`, `state2.code`."""
+    """A `QuantState`'s tensors by attribute path: `absmax`, `state2.code`."""
     held = {name: getattr(state, name, None) for name in _TENSORS}
     found = {name: tensor for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
     if getattr(state, "state2", None) is not None:
@@ -105,25 +105,25 @@ def _state_tensors(state: Any) -> dict[str, torch.Tensor]:
 
 
 def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The scales of the model's packed weights, each layer's in order: `fc.weight.absmax`."""
+    """Scales of the model's packed weights, in order of layers: `fc.weight.absmax`."""
     for name, layer in packed_layers(model):
         for path, tensor in scales_of(layer).items():
             yield f"{name}.{path}".removeprefix("."), tensor
 
 
 def scales(model: nn.Module) -> list[torch.Tensor]:
-    """The same without names."""
+    """`named_scales` without names."""
     return [tensor for _, tensor in named_scales(model)]
 
 
 def absent_scale_bytes(model: nn.Module, *, block: int = 1) -> int:
-    """Bytes of the scales of layers that are on `meta` while others run; in whole blocks each."""
+    """Bytes, in whole blocks per scale, of scales of layers on `meta` while others run."""
     absent = [scale for scale in scales(model) if scale.is_meta]
     return sum(in_blocks(scale.numel() * scale.itemsize, block) for scale in absent)
 
 
 def _with_tensors(state: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A `QuantState` like `state`, with `make(tensor)` in place of each of its tensors."""
+    """A copy of a `QuantState` with `make(tensor)` for each tensor."""
     made = object.__new__(type(state))
     made.__dict__.update(state.__dict__)
     for name in _TENSORS:
@@ -137,7 +137,7 @@ def _with_tensors(state: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> A
 def carry_scales(
     weight: nn.Parameter, made: nn.Parameter, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Give a parameter made in place of a packed weight its attributes besides its bytes."""
+    """Copy a packed weight's attributes, besides its bytes, to its replacement."""
     own = weight.__dict__
     if own.get(STATE) is not None:
         made.__dict__.update(own)
@@ -145,7 +145,7 @@ def carry_scales(
     elif own.get(ROW_SCALES) is not None:
         made.__dict__.update(own)
         made.__dict__[ROW_SCALES] = make(own[ROW_SCALES])
-        made.__dict__["CB"] = None  # else the bytes that it is made in place of
+        made.__dict__["CB"] = None  # else the bytes of the replaced weight
 
 
 def name_scales(module: Any) -> None:
@@ -159,17 +159,17 @@ def name_scales(module: Any) -> None:
 
 
 def packed_like(weight: Any, values: torch.Tensor, *, eight: bool) -> Any:
-    """A weight packed from numbers, where they are, with the settings of another and its scales.
+    """A weight packed from numbers on their device, with another's settings and scales.
 
-    Tables of codes that are made inside are float32, and where the weight is: transformers builds
-    a model with the default dtype set to the model's, which they would take.
+    Tables of codes made inside are float32 and on the weight's device; otherwise they would take
+    the default dtype, which transformers sets to the model's.
     """
     found: Any = library()
     settings: dict[str, Any] = dict(weight.__dict__)
     if eight:
         kind, settings = found.nn.Int8Params, settings | {ROW_SCALES: None, "CB": None}
     else:
-        # With its layer it would set that layer's scales, too.
+        # With its layer, it would also set that layer's scales.
         unpacked = {STATE: None, "bnb_quantized": False, "module": None}
         kind, settings = found.nn.Params4bit, settings | unpacked
     known = found.functional.name2qmap
@@ -177,7 +177,7 @@ def packed_like(weight: Any, values: torch.Tensor, *, eight: bool) -> Any:
     torch.set_default_dtype(torch.float32)
     try:
         if "dynamic" not in known:
-            # It keeps one table of codes, of where it is first asked for: of real numbers, here.
+            # It caches one table of codes, on the first caller's device: make it of real numbers.
             with _disable_current_modes(), torch.device("cpu"):
                 known["dynamic"] = found.functional.create_dynamic_map()
         with torch.device(values.device):
@@ -191,11 +191,11 @@ def packed_like(weight: Any, values: torch.Tensor, *, eight: bool) -> Any:
 
 
 PACKED_FROM = "packed_from"
-"""The attribute of a packed weight that is the dtype of the numbers it was made of."""
+"""The attribute with the original dtype of a packed weight."""
 
 
 def pack_absent(model: nn.Module) -> Callable[[], None]:
-    """Give weights on `meta` that wait to be packed their packed shapes; returns the undo."""
+    """Give unpacked weights on `meta` their packed shapes; returns the undo."""
     undo = ExitStack()
     for _, layer in packed_layers(model):
         weight = layer.weight
@@ -207,8 +207,8 @@ def pack_absent(model: nn.Module) -> Callable[[], None]:
 
 
 def refuse_quantized(model: nn.Module, *, source: str) -> None:
-    """ProtrainError, naming the layer, for a quantised weight that no plan can follow."""
-    for module in model.modules():  # which transformers has loaded with another quantiser
+    """ProtrainError, naming the layer, for a quantised weight that no plan supports."""
+    for module in model.modules():  # loaded by transformers with another quantiser
         method = module.__dict__.get("quantization_method")
         method = str(getattr(method, "value", method or ""))
         if method and not method.startswith("bitsandbytes"):
@@ -238,7 +238,7 @@ def refuse_quantized(model: nn.Module, *, source: str) -> None:
 
 
 def _problem(layer: Any) -> tuple[str, str]:
-    """Why a layer of 4 bits cannot be planned, and what to do; "" where it can."""
+    """The reason against planning a 4-bit layer, and the fix; "" if there is none."""
     weight = layer.weight
     state = getattr(weight, STATE, None)
     if state is None:
@@ -264,7 +264,7 @@ def _problem(layer: Any) -> tuple[str, str]:
 
 
 def _problem_of_eight_bits(layer: Any) -> tuple[str, str]:
-    """The same for one of 8 bits."""
+    """`_problem` of an 8-bit layer."""
     if layer.state.has_fp16_weights:
         return (
             "is kept as numbers, and packed again in every forward",
@@ -282,11 +282,10 @@ def _problem_of_eight_bits(layer: Any) -> tuple[str, str]:
 
 
 def settle_quantized(model: nn.Module) -> Callable[[], None]:
-    """Settle what is said above; returns what gives layers back to the library.
+    """Adapt bitsandbytes as described above; returns the undo.
 
-    Evaluations pack again then, and layers of 8 bits have their bytes in their `state`. Products
-    stay, and biases of 4 bits, since only the memory that they save shows them. A model without
-    packed weights is left alone.
+    After it, evaluations repack, and 8-bit layers have their bytes in `state`. Products, and biases
+    of 4-bit layers, stay adapted: only saved memory shows it. A no-op without packed weights.
     """
     undo = ExitStack()
     for name, layer in packed_layers(model):
@@ -299,7 +298,7 @@ def settle_quantized(model: nn.Module) -> Callable[[], None]:
         if layer.support_avx512bf16_for_cpu:
             undo.callback(partial(setattr, layer, "support_avx512bf16_for_cpu", True))
         layer.support_avx512bf16_for_cpu = False
-        if getattr(layer, STATE, None) is None:  # where the scales are looked for to be counted
+        if getattr(layer, STATE, None) is None:  # scales are counted there
             layer.quant_state = getattr(layer.weight, STATE, None)
         if layer.bias is not None and layer.compute_dtype is not None:
             layer.bias.data = layer.bias.data.to(layer.compute_dtype)
@@ -307,7 +306,7 @@ def settle_quantized(model: nn.Module) -> Callable[[], None]:
 
 
 def _settle_eight_bits(name: str, layer: Any) -> list[Callable[[], None]]:
-    """Leave one name for the packed bytes, the parameter; what undoes that."""
+    """Leave the parameter as the only name of the packed bytes; returns the undo."""
     weight, state = layer.weight, layer.state
     undo: list[Callable[[], None]] = []
     if state.CB is not None or getattr(weight, "CB", None) is not None:
@@ -335,7 +334,7 @@ def _refuse_bias(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> Non
 
 
 def leave_packed_weights() -> None:
-    """Make PEFT read packed weights as numbers without replacing them, from now on."""
+    """Make PEFT read packed weights without replacing them, from now on."""
     for name, module in list(sys.modules.items()):
         own = getattr(module, _NUMBERS, None) if name.startswith("peft.") else None
         if own is not None and not hasattr(own, "__wrapped__"):
@@ -357,13 +356,13 @@ def _leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NUMBERS = "dequantize_module_weight"
-"""The name of PEFT's function in each module that imports it."""
+"""PEFT's function, in each module that imports it."""
 _FOUR, _EIGHT, _EIGHT_AS_NUMBERS = "MatMul4Bit", "MatMul8bitLt", "MatMul8bitFp"
 _SAVES = "saves_packed_weights"
 
 
 def save_packed_weights() -> None:
-    """Make products save packed weights through autograd, in this process from now on."""
+    """Make products save packed weights through autograd, process-wide from now on."""
     functions: Any = sys.modules["bitsandbytes.autograd._functions"]
     if hasattr(getattr(functions, _FOUR), _SAVES):
         return
@@ -388,7 +387,7 @@ def _saving_four_bits(plain: Any) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            saved = ctx.saved_tensors  # once: what is recomputed is handed out a single time
+            saved = ctx.saved_tensors  # once: recomputed tensors are handed out a single time
             if not saved:
                 return plain.backward(ctx, *gradients)
             ctx.tensors = (None, *saved)
@@ -405,10 +404,10 @@ _as_on_a_card = False
 
 @contextmanager
 def products_of_a_card() -> Iterator[None]:
-    """Products of 8 bits inside are those of a card, where the library takes others on a CPU.
+    """Use a card's 8-bit products inside, also on a CPU.
 
-    On a card inputs are quantised, too; a CPU makes numbers of the weight. Fake tensors are on a
-    CPU. A card's products warn of every bfloat16 input; that warning is silenced here.
+    A card quantises inputs, too; a CPU dequantises the weight. Fake tensors are on a CPU. A card's
+    products warn of every bfloat16 input; that warning is silenced here.
     """
     global _as_on_a_card
     log = logging.getLogger("bitsandbytes.autograd._functions")
@@ -440,7 +439,7 @@ def _saving_eight_bits(plain: Any, *, of_cards: Any) -> Any:
             bound = copy.copy(state)
             bound.CB = weight.detach()
             output = ctx.product.forward(ctx, given, weight, out, bias, bound)
-            # Of a weight without a gradient, backward reads the state alone.
+            # For a weight without a gradient, backward reads the state alone.
             ctx.A, ctx.tensors, ctx.tensor_states = None, (None, None, None), (None, None)
             bound.CB, ctx.state = None, bound
             if ctx.needs_input_grad[0]:
@@ -449,7 +448,7 @@ def _saving_eight_bits(plain: Any, *, of_cards: Any) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            saved = ctx.saved_tensors  # once: what is recomputed is handed out a single time
+            saved = ctx.saved_tensors  # once: recomputed tensors are handed out a single time
             if not saved or saved[0] is None:
                 return ctx.product.backward(ctx, *gradients)
             ctx.state.CB = saved[0].detach()

@@ -1,4 +1,4 @@
-"""Chunks that ranks share: the regions of their buffers, each rank's part, and common copies."""
+"""Sharded chunks: the regions of their buffers, each rank's part, and common copies."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,8 @@ from protrain_runtime.states.chunks import Chunk, Place, Slice, StateLayout
 class Region:
     """A region of a group's buffer that all ranks share, and a rank's range in its own.
 
-    start  bytes from the start of the group's buffer
-    own    bytes from the start of the rank's buffer of the group
-    shard  bytes of the rank's range
+    start  bytes from the start of the group's buffer own    bytes from the start of the rank's
+    buffer of the group shard  bytes of the rank's range
     """
 
     start: int
@@ -34,10 +33,10 @@ class Region:
 
 @dataclass(slots=True)
 class CommonCopy:
-    """The frozen parameters of a chunk, whole, in memory that the ranks of a node share.
+    """A chunk's whole frozen parameters in memory that the ranks of a node share.
 
-    All read all of it, and each writes its part of every parameter: `index` of `count`. Regions are
-    those of groups' buffers; `own` is where each begins in the copy, and there is one shard.
+    All ranks read all of it, each writes its part of every parameter: `index` of `count`. Regions
+    are the groups' buffers' regions; `own` is each one's start in the copy, and there is one shard.
     """
 
     index: int
@@ -51,12 +50,12 @@ class CommonCopy:
         return sum(region.shard for region in self.regions)
 
     def place(self, group: int, inside: int) -> int:
-        """The offset in the store of a byte of a group's buffer."""
+        """The store offset of a byte of a group's buffer."""
         region = self.regions[group]
         return self.offset + region.own + inside - region.start
 
     def part_of(self, part: Slice) -> Place:
-        """Return the elements of a parameter that this rank writes."""
+        """The elements of a parameter that this rank writes."""
         assert self.store is not None
         first, past = (part.numel * n // self.count for n in (self.index, self.index + 1))
         offset = self.place(part.group, part.inside + first * part.dtype.itemsize)
@@ -65,7 +64,7 @@ class CommonCopy:
 
 @dataclass(slots=True)
 class Sharding:
-    """A chunk's sharing: by group its regions, and this rank's part, as a chunk."""
+    """A chunk's sharding: regions by group, and this rank's part as a chunk."""
 
     ranks: Ranks
     regions: tuple[tuple[Region, ...], ...]
@@ -73,7 +72,7 @@ class Sharding:
     common: CommonCopy | None = None
 
     def gradient_range(self, group: int) -> tuple[int, int]:
-        """The bytes of this rank's gradients of a group: where they start, and how many."""
+        """This rank's gradients of a group: start and size in bytes."""
         before = sum(each.gradient_bytes for each in self.own.groups[:group])
         return before, self.own.groups[group].gradient_bytes
 
@@ -82,9 +81,9 @@ class Sharding:
         return next((part for part in self.own.slices if part.name == name), None)
 
     def gather(self, chunk: Chunk, part: Slice, layout: StateLayout | None = None) -> torch.Tensor:
-        """A whole parameter, or one of its states, from the ranks' stores; all ranks call.
+        """A whole parameter or state from the ranks' stores, on its device.  # [part.shape]
 
-        On the parameter's device; it may be a view of more.  # [part.shape]
+        Collective. The result may be a view of more.
         """
         own, ranks, device = self.own, self.ranks, part.parameter.device
         if self.common is not None and not part.trainable:

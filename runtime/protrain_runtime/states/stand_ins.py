@@ -1,14 +1,14 @@
 """Stand-ins for parameters and gradients whose values are elsewhere.
 
-- `AwayParameter`: an offloaded parameter that is not on the device now. It keeps its shape, dtype,
-  device, gradient and hooks; whatever would look at values raises one error that names the way.
-- `ConsumedGradient`: a gradient that an update in backward has used. Clipping or a gradient scaler
-  would silently miss it after `backward()`: it raises. After the step a `UsedGradient` stands there
-  until gradients are zeroed, since plain PyTorch would add the next ones to the last.
+- `AwayParameter`: an offloaded parameter. It keeps its shape, dtype, device, gradient and hooks;
+  reads of its values raise an error that names the way to them.
+- `ConsumedGradient`: a gradient that an update in backward has used. It raises, because clipping or
+  a gradient scaler would silently miss it after `backward()`. After the step a `UsedGradient` takes
+  its place until gradients are zeroed, since plain PyTorch would add the next ones to the last.
 - `OffloadedGradient`: a gradient that waits below the device for an update after backward. It
-  answers `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler`: its norm is computed while it
-  is on the device, and a factor is multiplied in when the optimizer works on it. Any other function
-  gets the gradient itself, which comes to the device for it and goes back if it was changed.
+  supports `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler`: its norm is computed on the
+  device, and a factor is applied at the update. Other functions get the gradient itself, fetched to
+  the device and written back if changed.
 """
 
 import weakref
@@ -28,40 +28,40 @@ from protrain_runtime.devices.stores import Store
 from protrain_runtime.states.quantized import carry_scales
 
 plainly = torch._C.DisableTorchFunctionSubclass
-"""Around what looks at stand-ins as plain tensors: much quicker than to ask their class."""
+"""Treat stand-ins as plain tensors inside: much quicker than to ask their class."""
 _called_plainly: Callable[..., Any] = torch._C._disabled_torch_function_impl  # one call inside it
 
 
 @cache
 def single(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The element that stands, expanded, for all that is elsewhere: NaN, where there is one."""
+    """The expanded element of all stand-ins: NaN, if the dtype has it."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    with torch.inference_mode(mode=False):  # it outlives an evaluation that asks first
+    with torch.inference_mode(mode=False):  # outlives an evaluation that asks first
         return torch.full((), value, dtype=dtype, device=device)
 
 
 @cache
 def hollow(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
-    """A tensor that holds a single element, one for all of its kind.  # dtype [shape]"""
+    """A tensor of a single shared element.  # dtype [shape]"""
     with torch.inference_mode(mode=False):
         return single(dtype, device).expand(shape)
 
 
 class ConsumedGradient(torch.Tensor):
-    """A gradient that was used already: it has a shape, and no operation accepts it."""
+    """A gradient already used: it has a shape, and refuses all operations."""
 
     @classmethod
     @cache
     def of_kind(
         cls, dtype: torch.dtype, device: torch.device, shape: torch.Size
     ) -> "ConsumedGradient":
-        """A stand-in that holds a single element, one for all gradients of this kind."""
+        """A stand-in of a single element, shared by gradients of this kind."""
         taken: ConsumedGradient = torch.Tensor._make_subclass(cls, hollow(dtype, device, shape))
         return taken
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """RuntimeError, whatever `func` is."""
+        """RuntimeError, for any `func`."""
         raise RuntimeError(cls.reason)
 
     reason = (
@@ -88,13 +88,12 @@ class UsedGradient(ConsumedGradient):
 class GradientInStore:
     """One parameter's gradient in a store.
 
-    `norm` is that of order 2 of the whole, by `torch._foreach_norm`, where it was computed before
-    the gradient left. The store's bytes are multiplied by `factors`, in order, when they are read.
-    `shared`: it is this rank's part of a gradient, `norm` that of all parts, and `count` says how
-    many ranks had one, where this one had none. `arrived`: no move is writing it. `lent` is the
-    gradient on the device while code works on it, `seen` whether a view of it was handed out,
-    `pinned` whether as an address, which has no reference count, and `changed` whether the store's
-    bytes differ from what backward left.
+    `norm` is the whole's 2-norm, by `torch._foreach_norm`, if computed before the gradient left.
+    Reads multiply the store's bytes by `factors`, in order. `shared`: this is this rank's part,
+    `norm` is of all parts, and `count` is the number of ranks with a gradient, if this one had
+    none. `arrived`: no move is writing it. `lent` is the gradient on the device while code works on
+    it, `seen` whether a view was handed out, `pinned` whether by address, without a reference
+    count, and `changed` whether the store's bytes differ from backward's.
     """
 
     store: Store
@@ -102,7 +101,7 @@ class GradientInStore:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device  # that of the parameter
+    device: torch.device  # the parameter's
     norm: torch.Tensor | None = None
     shared: bool = False
     count: torch.Tensor | None = None
@@ -143,7 +142,7 @@ class GradientInStore:
         return self.lent
 
     def take_back(self) -> None:
-        """Write what was lent, if it may have changed, and free the device's memory."""
+        """Write the loan back if it may have changed, and free device memory."""
         lent, self.lent, self.pinned = self.lent, None, False
         if lent is None or not (self.seen or lent._version != 0):
             return
@@ -156,7 +155,7 @@ class GradientInStore:
 
     @property
     def held(self) -> bool:
-        """Whether a view of what was lent is alive."""
+        """Whether a view of the loan is alive."""
         lent = self.lent
         if self.pinned:
             return True
@@ -170,20 +169,20 @@ class GradientInStore:
 
 
 def scaled(elements: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Multiply elements by scalars, one after the other, in place."""
+    """Multiply elements by scalars in turn, in place."""
     for factor in factors:
         elements.mul_(factor.to(elements.device))
     return elements
 
 
 class OffloadedGradient(ConsumedGradient):
-    """A stand-in for a `GradientInStore`: it can be asked for its norm, and scaled."""
+    """A stand-in for a `GradientInStore` that has a norm and can be scaled."""
 
     stored: GradientInStore
 
     @classmethod
     def of(cls, stored: GradientInStore, shape: torch.Size | None = None) -> "OffloadedGradient":
-        """Make a stand-in of the gradient's (or the whole one's) shape: one element."""
+        """A one-element stand-in of the gradient's (or the whole one's) shape."""
         shape = stored.shape if shape is None else shape
         stands = hollow(stored.dtype, stored.device, shape)
         found: OffloadedGradient = torch.Tensor._make_subclass(cls, stands)
@@ -192,7 +191,7 @@ class OffloadedGradient(ConsumedGradient):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer what clipping by a norm and unscaling ask, and do the rest on the device."""
+        """Handle clipping by norm and unscaling; run other functions on the device."""
         kwargs = kwargs or {}
         if func in _GRADIENT_LOOKS:
             return _called_plainly(func, types, args, kwargs)
@@ -206,12 +205,12 @@ class OffloadedGradient(ConsumedGradient):
             return _each_alone(func, args, kwargs)
         for each in asked:
             if each.stored.shared and func not in _BY_VALUE:
-                each.stored.whole()  # which says what can be done
+                each.stored.whole()  # raises, with the possible operations
         return _on_device(func, args, kwargs, writes=name in _ADDRESSES)
 
 
 def _end_loans(gradients: Sequence[OffloadedGradient]) -> None:
-    """Take back this thread's loans of the same stores that are no longer held."""
+    """End this thread's loans from the same stores that are no longer referenced."""
     stores = {id(each.stored.store) for each in gradients}
     loans = _loans()
     for stored in [one for ref in loans if (one := ref()) is not None]:
@@ -229,7 +228,7 @@ _of_thread = local()
 
 
 def _on_device(func: Any, args: Any, kwargs: Any, *, writes: bool) -> Any:
-    """Call a function of gradients themselves, which are lent for it."""
+    """Call a function on the gradients, lent for it."""
     stands: dict[int, OffloadedGradient] = {}
 
     def lent(leaf: Any) -> Any:
@@ -238,7 +237,7 @@ def _on_device(func: Any, args: Any, kwargs: Any, *, writes: bool) -> Any:
         if leaf.stored.lent is None:
             _loans().append(weakref.ref(leaf.stored))
         found = leaf.stored.lend()
-        if writes:  # by the address, of which no version counts writes
+        if writes:  # by address: no version counts writes
             leaf.stored.seen = leaf.stored.pinned = True
         stands[id(found)] = leaf
         return found
@@ -254,7 +253,7 @@ def _on_device(func: Any, args: Any, kwargs: Any, *, writes: bool) -> Any:
 
 
 def _each_alone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """A `_foreach` function of one gradient after the other, so that one is on the device."""
+    """A `_foreach` function on one gradient at a time: only one is on the device."""
     count, results = len(args[0]), list[Any]()
 
     def of(value: Any, number: int) -> Any:
@@ -276,7 +275,7 @@ def _each_alone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
 def _vector_norm(gradient: torch.Tensor, ord: float = 2.0) -> torch.Tensor:  # noqa: A002 (torch's)
     assert isinstance(gradient, OffloadedGradient)
     stored = gradient.stored
-    if stored.shared or stored.device.type == "cpu":  # where both norms have the same bits
+    if stored.shared or stored.device.type == "cpu":  # both norms have the same bits
         return _norms([gradient], ord)[0]
     norm: torch.Tensor = torch.linalg.vector_norm(stored.whole(), ord)
     return norm
@@ -287,7 +286,7 @@ def _norms(
     ord: float = 2.0,  # noqa: A002 (torch's)
     **options: Any,
 ) -> list[torch.Tensor]:
-    """The norms of `torch._foreach_norm`, which do not depend on what else is in the list."""
+    """The norms of `torch._foreach_norm`, independent of the rest of the list."""
     norms: list[torch.Tensor] = []
     for gradient in gradients:
         if isinstance(gradient, OffloadedGradient):
@@ -305,7 +304,7 @@ def _mul_(gradient: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     scalar = factor if isinstance(factor, torch.Tensor) else torch.tensor(factor)
     if scalar.dim():
         if gradient.stored.shared:
-            gradient.stored.whole()  # which says what can be done
+            gradient.stored.whole()  # raises, with the possible operations
         changed: torch.Tensor = _on_device(torch.Tensor.mul_, (gradient, scalar), {}, writes=False)
         return changed
     gradient.stored.scale(_as_read(scalar, gradient.stored.dtype))
@@ -313,7 +312,7 @@ def _mul_(gradient: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
 
 
 def _as_read(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A scalar as kernels read it beside elements of `dtype`: only a CPU's do not round it."""
+    """A scalar as kernels read it beside elements of `dtype`: only CPU kernels do not round it."""
     return factor if factor.device.type == "cpu" else factor.to(dtype)
 
 
@@ -330,7 +329,7 @@ def _foreach_mul_(gradients: Sequence[torch.Tensor], factor: Any) -> None:
 def _unscale_(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
-    """Unscale as `GradScaler` asks for it; the host waits for the device once, for all norms."""
+    """Unscale for `GradScaler`; the host waits for the device once, for all norms."""
     unscale: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
     here = [each for each in gradients if not isinstance(each, OffloadedGradient)]
     if here:
@@ -344,7 +343,7 @@ def _unscale_(
             if stored.shared and stored.norm is not None:
                 found_inf.fill_(1.0)  # on every rank alike
             else:
-                # A norm may overflow where no element does. A factor of one only checks.
+                # A norm may overflow though no element does. A factor of one only checks.
                 unscale([stored.whole()], found_inf, torch.ones_like(inverse_scale))
         stored.scale(inverse_scale)
 
@@ -356,7 +355,7 @@ _GRADIENT_LOOKS = {
         for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad")
     ),
 }
-"""Questions that tell nothing of a gradient's values."""
+"""Functions that do not read a gradient's values."""
 
 _GRADIENT_ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
@@ -370,17 +369,17 @@ _ADDRESSES = {
     *("__set__", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "_typed_storage"),
     *("__dlpack__", "share_memory_"),
 }
-"""Functions whose results lead to a gradient's memory past autograd."""
+"""Functions whose results bypass autograd to a gradient's memory."""
 
 _BY_VALUE = {
     *(torch.Tensor.clamp_, torch.Tensor.clamp_min_, torch.Tensor.clamp_max_, torch.clamp_),
     *(torch._foreach_clamp_min_, torch._foreach_clamp_max_),
     *(torch.Tensor.nan_to_num_, torch.Tensor.zero_, torch._foreach_zero_),
 }
-"""Functions that change every element by itself: also where a rank has a part of them."""
+"""Functions of single elements: they work on a rank's part, too."""
 
 _foreach_supported_types.append(OffloadedGradient)
-"""As `DTensor` does, so that PyTorch takes the norms of other gradients beside it alike."""
+"""As `DTensor` does, so that PyTorch takes norms of other gradients beside it the same way."""
 
 
 _KEY, _LISTED = "_protrain_away", "_protrain_listed"
@@ -388,27 +387,27 @@ _KEY, _LISTED = "_protrain_away", "_protrain_listed"
 
 @dataclass(slots=True, kw_only=True)
 class Elsewhere:
-    """Where a parameter is.
+    """The place of an offloaded parameter.
 
-    stride  of the parameter when it is back, in elements
-    bring   called when code of the model reads it: returns with the parameter back, or raises
-    values  a copy of its values on its device, from the store  # dtype [shape]
+    stride  of the parameter when it is back, in elements bring   called when the model's code reads
+    it: restores the parameter, or raises values  a copy of its values on its device, from the store
+    # dtype [shape]
     """
 
     name: str
     stride: tuple[int, ...]
     bring: Callable[[str], None]
     values: Callable[[], torch.Tensor]
-    kind: type[nn.Parameter] = nn.Parameter  # what it is when it is back: `send_away` notes it
-    away: type[nn.Parameter] | None = None  # and what it is until then
+    kind: type[nn.Parameter] = nn.Parameter  # its class on the device, from `send_away`
+    away: type[nn.Parameter] | None = None  # its class until then
 
 
 class AwayParameter(nn.Parameter):
-    """A parameter whose values are in a store; copies and pickles of it have them."""
+    """A parameter whose values are in a store; copies and pickles include them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """RuntimeError for what needs the values, but in a forward that may bring them."""
+        """RuntimeError for reads of values, except in a forward that may fetch them."""
         kwargs = kwargs or {}
         if func in _PARAMETER_LOOKS or (
             func is torch.Tensor.detach and args[0].__dict__.pop(_LISTED, False)
@@ -436,7 +435,7 @@ class AwayParameter(nn.Parameter):
 
 
 def place_of(parameter: nn.Parameter) -> Elsewhere:
-    """Where a parameter that is away is."""
+    """The place of an offloaded parameter."""
     place: Elsewhere = parameter.__dict__[_KEY]
     return place
 
@@ -444,8 +443,8 @@ def place_of(parameter: nn.Parameter) -> Elsewhere:
 def send_away(*places: tuple[nn.Parameter, Elsewhere], stay: bool = False) -> None:
     """Leave expanded single elements of the right shapes, which refuse to be read.
 
-    Of all parameters in one call, since every step sends away all that are offloaded. Those that
-    `stay` views of memory which comes and goes are left such.
+    One call for all parameters, since every step sends all offloaded ones away. Those that `stay`
+    remain views of memory that comes and goes.
     """
     for parameter, place in places:
         if _KEY in parameter.__dict__:
@@ -469,32 +468,32 @@ def come_back(*parameters: nn.Parameter) -> None:
 
 
 def let_list(parameter: nn.Parameter) -> None:
-    """Make the next `detach` give the stand-in: a state dict lists it, and gets values later."""
+    """Make the next `detach` return the stand-in: a state dict lists it and gets values later."""
     if isinstance(parameter, AwayParameter):
         parameter.__dict__[_LISTED] = True
 
 
 @cache
 def _away(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of parameters of this class while they are away."""
+    """The class of such parameters while away."""
     return AwayParameter if kind is nn.Parameter else type(kind.__name__, (AwayParameter, kind), {})
 
 
 def _with_values(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of its own, with the values that are in the store."""
+    """An independent parameter with the values in the store."""
     place = place_of(parameter)
     plain = nn.Parameter(place.values(), parameter.requires_grad)
     plain.__class__ = place.kind
     own = {k: v for k, v in parameter.__dict__.items() if k not in (_KEY, _LISTED)}
     plain.__dict__.update(own)
-    carry_scales(plain, plain, torch.clone)  # of its own, which a copy moves in place
+    carry_scales(plain, plain, torch.clone)  # its own: a copy is moved in place
     return plain
 
 
 def _like(
     make: Callable[..., torch.Tensor], parameter: AwayParameter, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """`make`, given one that is laid out as the parameter will be."""
+    """`make`, on a tensor with the parameter's later layout."""
     kwargs.setdefault("device", parameter.device)
     stride = place_of(parameter).stride
     shaped = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device="meta")
@@ -522,13 +521,13 @@ _PARAMETER_LOOKS = {
         if hasattr(found, access)
     ),
 }
-"""Questions that tell nothing of a parameter's values."""
+"""Functions that do not read a parameter's values."""
 
 
 def _by_kind(
     change: Callable[..., torch.Tensor], tensor: torch.Tensor, other: torch.Tensor
 ) -> torch.Tensor:
-    """Answer what asks of another tensor its shape or dtype alone."""
+    """Answer functions that need only another tensor's shape or dtype."""
     if isinstance(tensor, AwayParameter):
         place_of(tensor).bring(place_of(tensor).name)
     return change(tensor, other)
@@ -561,4 +560,4 @@ _PARAMETER_ANSWERS: dict[Any, Callable[..., Any]] = {
         )
     },
 }
-"""Questions that the stand-in's single element would answer wrongly."""
+"""Functions that the stand-in's single element would answer wrongly."""

@@ -1,4 +1,4 @@
-"""Making optimizers of the user's class, with options by group, and stepping on some parameters."""
+"""Optimizers of the user's class: made with options by group, and stepped on some parameters."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -13,18 +13,18 @@ from protrain_runtime.contract.errors import ProtrainError
 OptimizerFactory = Callable[[Iterable[dict[str, Any]]], torch.optim.Optimizer]
 
 MASTERS_OF = "masters_of"
-"""The attribute in which a factory of optimizers with master weights has the user's factory."""
+"""The attribute of a master-weight factory with the user's factory."""
 
 
 def in_train_mode(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer, in its training mode where it has modes, as schedule-free ones do."""
+    """The optimizer, in training mode if it has modes (schedule-free ones do)."""
     if callable(train := getattr(optimizer, "train", None)):
         train()
     return optimizer
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The options of its groups, by value: those that change in place later do not change here."""
+    """The groups' options by value: later in-place changes do not show."""
     return [
         {key: by_value(option) for key, option in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -32,8 +32,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def by_value(option: Any) -> Any:
-    """A copy of an option, or of all of a group's, that does not change with it."""
-    if isinstance(option, tuple | list):  # of betas that are tensors, say
+    """An independent copy of an option, or of a group's options."""
+    if isinstance(option, tuple | list):  # such as betas that are tensors
         return type(option)(map(by_value, option)) if type(option) in (tuple, list) else option
     if isinstance(option, Mapping):
         return {key: by_value(value) for key, value in option.items()}
@@ -41,14 +41,14 @@ def by_value(option: Any) -> Any:
 
 
 OF_PLANS = "_protrain"
-"""The beginning of the names of attributes that plans put on parameters."""
+"""The prefix of attributes that plans put on parameters."""
 
 NAMES = "param_names"
-"""The option in which PyTorch has the names of a group's parameters."""
+"""PyTorch's option with the names of a group's parameters."""
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """ProtrainError where a step has to have a closure, which it calls as often as it likes."""
+    """ProtrainError if a step requires a closure, which it calls any number of times."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ProtrainError(
@@ -60,10 +60,9 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
 
 
 def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFactory:
-    """A factory of optimizers like one that was made already; over its own groups, that one itself.
+    """A factory of optimizers like an existing one; for its own groups, that one itself.
 
-    So schedulers that were made for it see its steps. ProtrainError where it has states, or
-    parameters that are not the model's.
+    Its schedulers see the steps. ProtrainError if it has states, or parameters of other models.
     """
     kind = type(optimizer)
     if optimizer.state:
@@ -86,7 +85,7 @@ def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFactory
         )
     accepted = inspect.signature(kind).parameters
     options = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    settings = {  # in no group, such as the bits of bitsandbytes
+    settings = {  # in no group, such as bitsandbytes' bits
         name: value
         for name, value in own_attributes(optimizer).items()
         if is_plain(value) or is_plain(getattr(value, "__dict__", ...))
@@ -104,19 +103,19 @@ def like(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerFactory
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """Attributes that code has put on a parameter, such as a learning rate; not those of plans."""
+    """A parameter's attributes set by code, such as a learning rate; not by plans."""
     return {key: value for key, value in vars(parameter).items() if not key.startswith(OF_PLANS)}
 
 
 def groups_of(
     members: Iterable[tuple[nn.Parameter, str, Mapping[str, Any]]],
 ) -> list[dict[str, Any]]:
-    """Groups of parameters, or of parts of them: each with its parameter's name and its options."""
-    groups: dict[int, dict[str, Any]] = {}  # by the options that parameters share
+    """Groups of parameters or their parts, with parameter names and options."""
+    groups: dict[int, dict[str, Any]] = {}  # by shared options
     for parameter, name, chosen in members:
         if id(chosen) not in groups:
             named: dict[str, list[str]] = {NAMES: []} if NAMES in chosen else {}
-            # By value: a step that writes them, as a counter in place, is to begin where others do.
+            # By value: a step that writes them, such as an in-place counter, begins as others do.
             groups[id(chosen)] = {**by_value(chosen), **named, "params": []}
         group = groups[id(chosen)]
         group["params"].append(parameter)
@@ -128,7 +127,7 @@ def groups_of(
 def step_alone(
     optimizer: torch.optim.Optimizer, own: Set[nn.Parameter], options: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Step on these parameters alone; what is written to groups is lost, and made later."""
+    """Step on these parameters only; writes to groups are undone, and made later."""
     groups = optimizer.param_groups
     alone = groups_of(
         [
@@ -150,13 +149,13 @@ def step_alone(
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Attributes of an optimizer besides those that every optimizer has."""
+    """An optimizer's attributes beyond every optimizer's."""
     usual = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     return {name: value for name, value in vars(optimizer).items() if name not in usual}
 
 
 def is_plain(value: object) -> bool:
-    """Whether it is a number, a text, a dtype, None, or a container of these."""
+    """Whether the value is a number, a text, a dtype, None, or a container of these."""
     if isinstance(value, dict):
         return all(is_plain(one) for one in (*value, *value.values()))
     if isinstance(value, list | tuple):

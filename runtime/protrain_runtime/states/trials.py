@@ -1,9 +1,8 @@
-"""Trials of an optimizer: steps as plain PyTorch takes them, and as a plan does, to the bit.
+"""Trials of an optimizer: plain PyTorch's steps against a plan's, bit for bit.
 
-Plain PyTorch calls the optimizer once a step, with all parameters. A plan calls it for some of them
-after others, on optimizers that are made for pieces of a chunk, on threads, in other numbers and
-another order. That is the same training only where a parameter's step depends on the parameter
-alone.
+Plain PyTorch calls the optimizer once a step, with all parameters. A plan calls it for some
+parameters after others, on optimizers made for pieces of a chunk, on threads, more often and in
+another order. Training is the same only if a parameter's step depends on that parameter alone.
 """
 
 import copy
@@ -37,14 +36,14 @@ TOGETHER = "a step on all parameters is another than steps on each of them"
 CHANGES = "the same steps give other bits when they are repeated"
 
 _SCALES = (1.0, 1e-4, 1e4, 1e-2, 1e2, 1e-3, 1e4, 1.0)
-"""Scales of gradients in steps that are tried: on both sides of what a step may clip."""
+"""Gradient scales of trial steps: on both sides of a step's clipping threshold."""
 
 _LARGE_STATE, _SCALARS = 2048, 64
-"""Elements of what an optimizer may keep besides states: of tables, and for more parameters."""
+"""Most elements beside states: of tables, and of growth per parameter."""
 
 
 class ElementRange(NamedTuple):
-    """Elements of one of several tensors; a step on them has them flat."""
+    """A range of one of several tensors, flat for a step on it."""
 
     tensor: int
     start: int
@@ -52,13 +51,13 @@ class ElementRange(NamedTuple):
 
 
 class Training:
-    """Steps of an optimizer on parameters of its own, called as by PyTorch or as by a plan.
+    """An optimizer's steps on parameters of its own, called as by PyTorch or as by a plan.
 
-    `groups` are options, whose groups have the parameters by turns. All parameters have the
-    `attributes`, which an optimizer may read. Plain PyTorch calls the optimizer once in a step. A
-    plan calls one that is made for each of `pieces`, ranges of parameters (of offloaded chunks);
-    then the optimizer itself for each of `alone`, parameters by number (updates in backward), and
-    for the rest, which may be nothing.
+    `groups` are options; parameters are dealt to the groups in turn. All parameters have the
+    `attributes`, which an optimizer may read. Plain PyTorch calls the optimizer once per step. A
+    plan calls one made for each of `pieces`, ranges of parameters (offloaded chunks); then the
+    optimizer itself for each of `alone`, parameters by number (updates in backward), and for the
+    rest, if any.
     """
 
     def __init__(
@@ -91,13 +90,13 @@ class Training:
         }
         self._states: dict[ElementRange, dict[str, Any]] = {}
         self._begun = options_of(self.optimizer)
-        # Itself: where tensors are fake, the functions that ask it say nothing.
+        # The generator itself: with fake tensors, the functions that read it fail silently.
         self._random = torch.default_generator.get_state()
-        self._held: list[int] = []  # bytes of all that it keeps, after every step
-        self.beside = 0  # elements of the tensors that it keeps in no parameter's state
+        self._held: list[int] = []  # bytes of all its tensors, after every step
+        self.beside = 0  # elements of its tensors outside parameters' states
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """One step; None for a parameter that has no gradient."""
+        """One step; None for a parameter without a gradient."""
         options = options_of(self.optimizer)
         rest = dict(enumerate(gradients))
         for piece in self._pieces:
@@ -114,7 +113,7 @@ class Training:
         self._give(rest)
         self.optimizer.step()
         self._give(dict.fromkeys(rest))
-        # The tensors that the optimizer keeps.
+        # The optimizer's tensors.
         optimizer = self.optimizer
         held = _storages([own_attributes(optimizer), optimizer.state, optimizer.param_groups])
         states = _storages([optimizer.state.get(one) for one in self.parameters])
@@ -133,7 +132,7 @@ class Training:
         options: Sequence[Mapping[str, Any]],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Step on these ranges by an optimizer that is made for them."""
+        """Step on these ranges with an optimizer made for them."""
         members: list[tuple[nn.Parameter, str, Mapping[str, Any]]] = []
         for number, first, past in spans:
             whole, gradient = self.parameters[number], gradients[number]
@@ -153,7 +152,7 @@ class Training:
         }
 
     def states_of(self, number: int) -> dict[str, Any]:
-        """The states of a parameter, taken apart."""
+        """A parameter's states, taken apart."""
         return taken_apart(self.optimizer.state[self.parameters[number]])
 
     @property
@@ -163,7 +162,7 @@ class Training:
 
     @property
     def wrote(self) -> bool:
-        """Whether steps have changed the options of groups, or added some."""
+        """Whether steps changed or added group options."""
         return not is_equal(self._begun, options_of(self.optimizer))
 
     def refuse_more(self, most_beside: int) -> None:
@@ -187,7 +186,7 @@ class Training:
         )
 
     def same_as(self, whole: "Training") -> bool:
-        """Whether plain steps lead where these do: to the bit, in all that the optimizer keeps."""
+        """Whether plain steps give the same result: bit for bit, in all the optimizer's values."""
         if not is_equal(self.parameters, whole.parameters):
             return False
         for number, parameter in enumerate(whole.parameters):
@@ -199,7 +198,7 @@ class Training:
                 return False
         if not is_equal(options_of(self.optimizer), options_of(whole.optimizer)):
             return False
-        # Numbers that count; what a first call settles once is a flag.
+        # Numbers may be counters; a value set once by a first call is a flag.
         mine, its = (
             [one for one in tree_leaves(own_attributes(each)) if type(one) in (int, float)]
             for each in (self.optimizer, whole.optimizer)
@@ -208,7 +207,7 @@ class Training:
 
 
 def _alike(whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the states of ranges, side by side, are those of the whole parameter."""
+    """Whether the ranges' states, joined, equal the whole parameter's."""
     states = [taken_apart(one) for one in parts]
     own = taken_apart(whole)
     if any(own.keys() != each.keys() for each in states):
@@ -225,11 +224,11 @@ def _alike(whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> bool
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The bits of floating-point values, which are compared where some are no numbers."""
+"""The bits of floating-point values, compared in place of NaNs."""
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two values of a state are the same: tensors to the bit, objects in what they hold."""
+    """Whether two state values are equal: tensors bit for bit, objects by contents."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -251,7 +250,7 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def _storages(values: object) -> dict[int, torch.Tensor]:
-    """The largest tensor of each memory in containers and objects, but for modules."""
+    """The largest tensor per storage in containers and objects, except modules."""
     found: dict[int, torch.Tensor] = {}
     for one in tensors_in(values, modules=False):
         key = one.untyped_storage()._cdata
@@ -270,10 +269,10 @@ def why_together(
     *,
     pieces: bool,
 ) -> tuple[str, bool]:
-    """Why all parameters are stepped on together, if so; and whether a step writes its groups.
+    """The reason to update all parameters together, if any; and whether a step writes its groups.
 
     In backward, chunk by chunk, and with `pieces` in these: with other objects, in another order,
-    more often. ProtrainError where the optimizer keeps more than its first step shows.
+    more often. ProtrainError if the optimizer keeps more than its first step shows.
     """
     alike = [values_of(shape, dtype) * (number + 1) for number in range(3)]
     others = [values_of(torch.Size(size), dtype) for size in ([48, 64], [64])]
@@ -282,7 +281,7 @@ def why_together(
         every = [ElementRange(number, 0, shape.numel()) for number in range(3)]
         in_backward.append({"pieces": [every[2:], every[:2]]})
     usual = list(range(len(_SCALES)))
-    # A parameter without a gradient, and one with a gradient that is no number.
+    # A parameter without a gradient, and one with a NaN or infinite gradient.
     missing, infinite = [0, 1, -1, 2, 3], [0, 2, -2, 1]
     trials = [(alike, usual, in_backward), (alike, missing, in_backward)]
     trials.append((alike, infinite, in_backward))
@@ -293,8 +292,8 @@ def why_together(
             whole, counts = _trained(train, groups, values, steps, {})
         except Exception as error:  # noqa: BLE001 (the user's class)
             if values is not alike or steps is not usual:
-                continue  # such steps are not for this optimizer
-            if len(groups) > 1:  # nor, perhaps, other groups' options for this shape
+                continue  # the optimizer rejects such steps
+            if len(groups) > 1:  # perhaps also other groups' options for this shape
                 return why_together(train, groups[:1], dtype, shape, pieces=pieces)
             raised = f"{kind_of(error)}: {cut(str(error))}"
             return f"it takes no step on several parameters: {raised}", writes
@@ -302,7 +301,7 @@ def why_together(
             return DRAWS, False
         if counts:
             return f"its step changes {counts!r} of its class or its module", False
-        if steps is usual:  # more parameters later: what is kept for them is more
+        if steps is usual:  # growth with more parameters
             whole.refuse_more(most_beside)
             most_beside, writes = min(most_beside, whole.beside + _SCALARS), whole.wrote
         for calls in plans:
@@ -346,7 +345,7 @@ def _trained(
 
 
 def gradients_of(values: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """The gradients of a step of a trial, whose sizes differ between parameters and steps."""
+    """The gradients of a trial step, of different sizes between parameters and steps."""
     found: list[torch.Tensor] = []
     for number, one in enumerate(values):
         narrow = not one.is_complex() and torch.finfo(one.dtype).max < 1e6
@@ -357,14 +356,14 @@ def gradients_of(values: Sequence[torch.Tensor], step: int) -> list[torch.Tensor
 
 
 def values_of(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Different numbers on both sides of zero."""
+    """Distinct numbers on both sides of zero."""
     return torch.linspace(-1, 1, shape.numel()).reshape(shape).to(dtype)
 
 
 # --- what a step counts outside of its optimizer --------------------------------------------------
 
 _OF_NOBODY = ("torch", "builtins", "abc", "typing")
-"""Packages whose classes count nothing that a step depends on."""
+"""Packages whose classes have no counters that a step depends on."""
 
 
 def _outside(kind: type) -> dict[tuple[Any, str], Any]:
@@ -380,7 +379,7 @@ def _outside(kind: type) -> dict[tuple[Any, str], Any]:
 
 
 def _counts(value: object) -> bool:
-    """Whether a step may count in it: a number, a container of such, a small tensor; no flag."""
+    """Whether a value may be a counter: a number, a container of such, a small tensor; no flag."""
     if isinstance(value, torch.Tensor):
         return type(value) is torch.Tensor and value.is_leaf and value.numel() <= _SCALARS
     return type(value) in (int, float, list, dict) and is_plain(value)
@@ -388,10 +387,9 @@ def _counts(value: object) -> bool:
 
 @contextmanager
 def trying(kind: type) -> Iterator[None]:
-    """Trials are on tensors of their own, whatever is around, and leave nothing behind.
+    """Run trials on tensors of their own, and restore random and outer state.
 
-    Random numbers are drawn again, and what steps count outside of their optimizer begins where it
-    was.
+    The random generator and counters outside the optimizer are reset.
     """
     with _disable_current_modes(), torch.random.fork_rng(devices=[]):
         before = _outside(kind)
@@ -405,7 +403,7 @@ def trying(kind: type) -> Iterator[None]:
 
 
 def _put_back(place: Any, name: str, value: Any) -> None:
-    """Give an attribute its value, in the object that it is: code may have other names for it."""
+    """Restore an attribute in place: code may hold other references to the object."""
     own = vars(place).get(name)
     if isinstance(own, torch.Tensor):
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""A model under a plan keeps its parameters: what replaces or converts them is refused.
+"""A model under a plan keeps its parameters: replacements and conversions are refused.
 
-`model.to(...)` is refused before it has changed anything. What cannot be seen as it happens
-(`module.weight = ...`, `requires_grad_()`) is refused when the next training step begins.
+`model.to(...)` is refused before any change. Changes that cannot be observed (`module.weight =
+...`, `requires_grad_()`) are refused at the next training step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from protrain_runtime.states.stand_ins import plainly
 
 _FIX = ": a script calls restore(model) before such changes; profile, plan and prepare after them"
 _BY = ", by a script or by the model's own code, and the plan is for what there was"
-"""It cannot be seen by whom."""
+"""The author of the change is unknown."""
 
 
 def refuse_conversions(model: nn.Module) -> Callable[[], None]:
@@ -34,7 +34,7 @@ def _apply(
 ) -> nn.Module:
     tensors = (*module.parameters(recurse), *module.buffers(recurse))
     for dtype, device, dim in {(t.dtype, t.device, t.dim()) for t in tensors}:
-        # Two elements each way: such a tensor has one memory format alone.
+        # Two elements per dimension: the memory format is unambiguous.
         probe = torch.ones((2,) * dim, dtype=dtype, device=device)
         if not _is_alike(convert(probe), probe):
             raise RuntimeError(
@@ -44,7 +44,7 @@ def _apply(
 
 
 def _is_alike(converted: Any, probe: torch.Tensor) -> bool:
-    """Whether a conversion gives the tensor itself, or a copy that nothing tells from it.
+    """Whether a conversion returns the tensor, or an indistinguishable copy.
 
     There is one host, whatever its number: `.to("cpu:0")` copies what is on `cpu`.
     """
@@ -65,7 +65,7 @@ def _is_alike(converted: Any, probe: torch.Tensor) -> bool:
 
 
 class UnchangedModel:
-    """Compares the model's parameters with those that the plan has placed."""
+    """Compares the model's parameters with the planned ones."""
 
     def __init__(self, model: nn.Module, chunks: Sequence[Chunk]) -> None:
         parts = {part.parameter: part for chunk in chunks for part in chunk.slices}
@@ -82,7 +82,7 @@ class UnchangedModel:
         ]
 
     def check(self) -> None:
-        """RuntimeError where a module or parameter is another one, or another kind of one."""
+        """RuntimeError if a module or parameter was replaced, or changed its kind."""
         for modules, name, child, path in self._modules:
             if modules.get(name) is not child:
                 raise RuntimeError(f"{path!r} was replaced{_BY}{_FIX}")

@@ -50,17 +50,17 @@ from protrain_runtime.states.trials import (
 
 @dataclass(frozen=True, slots=True)
 class StateRule:
-    """A state with a value for each `per` elements in order; flat where that is not 1."""
+    """A state with one value per `per` elements in order; flat unless `per` is 1."""
 
     dtype: torch.dtype
     per: int = 1
 
     def count(self, elements: int) -> int:
-        """Values for so many elements."""
+        """Number of values for the elements."""
         return -(-elements // self.per)
 
     def num_bytes(self, elements: int) -> int:
-        """Bytes of the values for so many elements."""
+        """Bytes of the values for the elements."""
         return self.count(elements) * self.dtype.itemsize
 
 
@@ -90,7 +90,7 @@ class UpdateRule:
     compiled: bool = False
 
     def staying(self, reason: str, elements: int, *, together: bool = False) -> "UpdateRule":
-        """The rule of a parameter of so many elements that is not cut, with the same states."""
+        """The rule of an uncut parameter of `elements`, with the same states."""
         return UpdateRule(
             scalars=self.scalars,
             block=0,
@@ -101,29 +101,29 @@ class UpdateRule:
 
     @property
     def unit(self) -> int:
-        """Ranges begin at multiples of so many elements: none is too small."""
+        """Ranges begin at multiples of this number of elements."""
         return _unit(self.block, self.least)
 
     @property
     def shift(self) -> int:
-        """Elements by which a cut may be earlier than it should be."""
+        """Elements by which a cut may come early."""
         return self.unit + (self.least if self.least > 1 else 0) if self.block else 0
 
     def state_sizes(self, elements: int) -> tuple[int, ...]:
-        """Bytes of each state of a parameter of so many elements, scalars apart."""
+        """Bytes of each state, except scalars, of a parameter of `elements`."""
         return (*self.whole, *(state.num_bytes(elements) for state in self.states.values()))
 
     def state_bytes(self, elements: int) -> int:
-        """Bytes of all of them."""
+        """Bytes of all states, except scalars."""
         return sum(self.state_sizes(elements))
 
     @property
     def element_bytes(self) -> float:
-        """Bytes of the states of one element, in the mean of a large parameter."""
+        """Mean bytes of states per element of a large parameter."""
         return sum(state.dtype.itemsize / state.per for state in self.states.values())
 
     def scalar_bytes(self, *, block: int = 1) -> int:
-        """Bytes of the other states of one parameter, each in whole blocks of `block` bytes."""
+        """Bytes of one parameter's scalars, each in whole blocks of `block` bytes."""
         return sum(in_blocks(num_bytes, block) for num_bytes in self.scalars)
 
 
@@ -134,7 +134,7 @@ all parameters, and what is left of each at its end (docs/decisions/optimizer.md
 DEPENDS = "one element's update depends on others"
 
 _ANY = torch.Size([64, 256])
-"""A matrix that is large enough for whatever an optimizer does with large ones."""
+"""A matrix large enough for an optimizer's treatment of large ones."""
 
 _SMALL = 2**14
 """Elements of a parameter in a trial, about: a larger one is tried in a smaller shape. Of so few,
@@ -142,24 +142,23 @@ operators compute all in one thread, whose vectors a cut at a multiple of PIECE_
 they are."""
 
 _MOST_ATTRIBUTES = 8
-"""Different attributes of parameters that are tried."""
+"""Most distinct attributes of parameters to try."""
 
 _MOST_GROUPS = 3
-"""Groups of options in one trial of several parameters."""
+"""Most groups of options in a trial of several parameters."""
 
 _FEW_STEPS = 4
-"""Steps of a trial that only looks at ranges of a parameter."""
+"""Steps of a trial that only compares ranges of a parameter."""
 
 
 class UpdateRules:
     """The rules of an optimizer for parameters of any dtype and shape.
 
-    Each is seen in steps that the optimizer does on a parameter of that shape, or of a smaller one
-    with as many dimensions: a parameter may be cut where steps on ranges give the bits of steps on
-    the whole. `factory` makes the optimizer. `groups` are the options of the groups that a
-    parameter may be in, and `members` says in which one it is; otherwise it is in the first. What
-    may be cut has to have the same states in all of them. Parameters in trials have `attributes`;
-    None: those of each parameter.
+    Each is observed in steps on a parameter of that shape, or of a smaller one with as many
+    dimensions: a parameter may be cut if steps on ranges give the bits of steps on the whole.
+    `factory` makes the optimizer. `groups` are the groups' options, and `members` maps parameters
+    to groups (default: the first). A parameter that may be cut has the same states in all groups.
+    Parameters in trials have `attributes`; None: each parameter's own.
     """
 
     def __init__(
@@ -171,9 +170,9 @@ class UpdateRules:
     ) -> None:
         self.factory, self._groups, self._members = factory, groups, members or {}
         self._attributes = attributes
-        self._others: dict[str, UpdateRules] = {}  # by attributes of parameters
+        self._others: dict[str, UpdateRules] = {}  # by parameters' attributes
         self._masters_of: OptimizerFactory | None = getattr(factory, MASTERS_OF, None)
-        # Answers of trials; those of several parameters are for all shapes of as many dimensions.
+        # Results of trials; those of several parameters hold for all shapes of as many dimensions.
         self._rules: dict[tuple[torch.dtype, torch.Size, bool, int], UpdateRule] = {}
         self._of_group: dict[tuple[torch.dtype, int], _Trial] = {}
         self._apart: dict[tuple[torch.dtype, int, bool], str] = {}
@@ -187,15 +186,15 @@ class UpdateRules:
         in_order: bool = True,
         parameter: nn.Parameter | None = None,
     ) -> UpdateRule:
-        """A parameter's layout; not `in_order`: its elements do not lie in that of its dimensions.
+        """A parameter's rule; not `in_order`: its strides are not contiguous.
 
-        ProtrainError where groups differ in it, or the optimizer takes no such parameter.
+        ProtrainError if groups differ, or the optimizer refuses such parameters.
         """
         own = 0
         if parameter is not None:
             own, attributes = self._members.get(parameter, 0), attributes_of(parameter)
             key = repr(sorted(attributes.items()))
-            # Attributes that are all different, such as names, are not for the optimizer.
+            # Attributes that differ everywhere, such as names, are not for the optimizer.
             tried = key in self._others or len(self._others) < _MOST_ATTRIBUTES
             if self._attributes is None and attributes and tried:
                 if key not in self._others:
@@ -213,7 +212,7 @@ class UpdateRules:
         return self._rules[place]
 
     def _decided(self, dtype: torch.dtype, shape: torch.Size, own: int) -> UpdateRule:
-        """Decide by steps on one parameter of this group, then by steps on several."""
+        """Decide by steps on one parameter of this group, then on several."""
         if self._example is not None:
             refuse_closures(self._example)
         rule = self._trial(dtype, own).rule(shape)
@@ -221,7 +220,7 @@ class UpdateRules:
         for number in others if not rule.reason else ():
             try:
                 other = self._trial(dtype, number).rule(shape)
-            except ProtrainError:  # its options may be for other shapes alone
+            except ProtrainError:  # its options may be for other shapes only
                 continue
             if not other.reason and other.states != rule.states:
                 raise ProtrainError(
@@ -230,13 +229,13 @@ class UpdateRules:
                 )
         reason = self._why_together(dtype, smaller(shape, _SMALL), own, cuts=not rule.reason)
         if rule.reason == DRAWS:
-            reason = DRAWS  # in another order it would draw others
+            reason = DRAWS  # in another order it would draw other numbers
         return rule.staying(reason, shape.numel(), together=True) if reason else rule
 
     def _why_together(self, dtype: torch.dtype, shape: torch.Size, own: int, *, cuts: bool) -> str:
-        """Why a step has to have all parameters; empty: it does not.
+        """The reason for a step on all parameters at once; empty: none.
 
-        ProtrainError where masters cannot be stepped on in batches, by an optimizer for each.
+        ProtrainError if masters cannot be updated in batches, by an optimizer each.
         """
         masters = self._masters_of
         if masters is not None:
@@ -258,7 +257,7 @@ class UpdateRules:
         return self._apart[dtype, len(shape), cuts]
 
     def _trial(self, dtype: torch.dtype, number: int) -> "_Trial":
-        """Trials on a parameter of the group of this number."""
+        """Trials on a parameter of group `number`."""
         if (dtype, number) not in self._of_group:
             train = partial(Training, self.factory, self._attributes or {}, [self._groups[number]])
             block, least = known(type(self._example)).blocks(self._example)
@@ -269,15 +268,15 @@ class UpdateRules:
 
     @cached_property
     def _example(self) -> torch.optim.Optimizer | None:
-        """One optimizer of the user's class; None where it takes no such matrix."""
+        """One optimizer of the user's class; None if it refuses such a matrix."""
         name, *_ = self._groups[0].get(NAMES) or [""]
-        with trying(object), suppress(Exception):  # a trial says what it does not take
+        with trying(object), suppress(Exception):  # trials report what it refuses
             members = [(nn.Parameter(torch.zeros(2, 2)), name, self._groups[0])]
             return (self._masters_of or self.factory)(groups_of(members))
         return None
 
     def compiled(self, dtype: torch.dtype) -> bool:
-        """Whether a step calls what `torch.compile` made."""
+        """Whether a step calls code made by `torch.compile`."""
         if self._compiles is None:
             calls: list[object] = []
 
@@ -288,7 +287,7 @@ class UpdateRules:
             values = [values_of(torch.Size([2, 2]), dtype)]
             with (
                 trying(type(self._example)),
-                suppress(Exception),  # the user's class; a trial says what it does not take
+                suppress(Exception),  # the user's class; trials report what it refuses
                 torch.compiler.set_stance("default", force_backend=backend),
             ):
                 training = Training(self.factory, self._attributes or {}, [self._groups[0]], values)
@@ -300,10 +299,10 @@ class UpdateRules:
 class _Trial:
     """Steps of an optimizer on one parameter of a dtype, in one group.
 
-    What it keeps is seen in steps that run operator by operator, also where it compiles them; where
-    a parameter may be cut, in steps as they are in training. Compiling takes seconds for each
-    length, so that of a `compiled` step a matrix of the same kind stands for all large ones.
-    `blocks` are the elements of a block, and of the smallest parameter whose states are of blocks.
+    States are observed in steps run operator by operator, even if compiled; cuts in steps as in
+    training. Compiling takes seconds per length: for a `compiled` step one matrix stands for all
+    large ones. `blocks` are the elements of a block, and of the smallest parameter with states in
+    blocks.
     """
 
     def __init__(
@@ -315,11 +314,11 @@ class _Trial:
         compiled: bool,
     ) -> None:
         self._train, self._dtype, self._blocks, self._compiled = train, dtype, blocks, compiled
-        # By shape, and whether there are cuts: why steps on ranges are others, if they are.
+        # By shape and cuts: the reason that steps on ranges differ, if they do.
         self._known: dict[tuple[torch.Size, bool], str] = {}
 
     def rule(self, shape: torch.Size) -> UpdateRule:
-        """The rule of parameters of a shape."""
+        """The rule for a shape."""
         block, least = self._blocks_for(shape)
         tried = smaller(shape, max(_SMALL, 6 * _unit(block, least)))
         found = self._kept(tried)
@@ -327,7 +326,7 @@ class _Trial:
         if any(block % state.per for state in found.states.values()):
             reason = "it keeps values of blocks that it does not declare"
         cuts = not self._compiled or shape.numel() >= 2 * COMPILED_SPAN
-        if not reason and (cuts or len(shape) > 1):  # else it is stepped on as it is
+        if not reason and (cuts or len(shape) > 1):  # else it is updated in its own shape
             if self._compiled and len(shape) == 2 and self._kept(_ANY).states == found.states:
                 tried = _ANY
             reason = self._differs(tried, cuts=cuts)
@@ -339,11 +338,11 @@ class _Trial:
         return replace(found, block=block, least=least, compiled=self._compiled)
 
     def _blocks_for(self, shape: torch.Size) -> tuple[int, int]:
-        """Elements of a block, and of a range at least, of parameters of a shape."""
+        """Elements of a block, and least of a range, for a shape."""
         return self._blocks if shape.numel() >= self._blocks[1] else (1, 1)
 
     def _kept(self, shape: torch.Size) -> UpdateRule:
-        """See what it keeps of a parameter of this shape: with a reason, if that has no order."""
+        """The states of a parameter of this shape; with a reason if they have no order."""
         kept, draws = self._state(shape)
         if draws:
             return UpdateRule(reason=DRAWS)
@@ -366,13 +365,13 @@ class _Trial:
             elif per:
                 states[key] = StateRule(value.dtype, per)
             else:
-                scalars.append(value.nbytes)  # a table, say
+                scalars.append(value.nbytes)  # such as a table
         return UpdateRule(states=states, scalars=tuple(scalars))
 
     def _per(self, key: str, shape: torch.Size) -> int | None:
-        """Elements for which a flat state has a value; 0: the same for any shape; None: neither."""
+        """Elements per value of a flat state; 0: the same for any shape; None: neither."""
         unit, counts = _unit(*self._blocks_for(shape)), list[int]()
-        with suppress(ProtrainError):  # it may take no flat parameter
+        with suppress(ProtrainError):  # it may refuse flat parameters
             for size in (torch.Size([unit]), torch.Size([2 * unit]), shape):
                 value = self._state(size)[0].get(key)
                 counts.append(value.numel() if isinstance(value, torch.Tensor) else 0)
@@ -384,7 +383,7 @@ class _Trial:
         return per if -(-shape.numel() // per) == counts[2] else None
 
     def _differs(self, shape: torch.Size, *, cuts: bool) -> str:
-        """Why steps on ranges give other bits than steps on the whole; empty: they do not."""
+        """The reason that steps on ranges give other bits than on the whole; empty: they do not."""
         if (shape, cuts) in self._known:
             return self._known[shape, cuts]
         count, (block, least) = shape.numel(), self._blocks_for(shape)
@@ -399,7 +398,7 @@ class _Trial:
                 for training in (whole, parts):
                     training.step(gradients_of(values, step))
             alike = parts.same_as(whole)
-            # States made of others are of one shape as they are of another.
+            # Composed states must transfer between shapes.
             for key, how in self._state(shape)[0].items() if alike else ():
                 for start, past in pairwise(ends) if isinstance(how, Composition) else ():
                     length = torch.Size([past - start])
@@ -433,7 +432,7 @@ class _Trial:
         None where there is no such step.
         """
         try:
-            # Operator by operator, as `_state` has it.
+            # Operator by operator, as in `_state`.
             eager = torch.compiler.set_stance("force_eager")
             with eager, FakeMode(), _Ones():  # type: ignore[no-untyped-call]
                 values = [torch.empty(shape, dtype=self._dtype)]
@@ -444,7 +443,7 @@ class _Trial:
             return None
 
     def _state(self, shape: torch.Size) -> tuple[Mapping[str, Any], bool]:
-        """The states that a step makes, and whether it draws; ProtrainError if it takes none."""
+        """The states that a step makes, and whether it draws; ProtrainError if it is refused."""
         values = [values_of(shape, self._dtype)]
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -464,7 +463,7 @@ class _Trial:
 
 
 class _Ones(TorchDispatchMode):
-    """Where fake tensors are asked for a value: one."""
+    """Answers questions for fake tensors' values: one."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
@@ -476,7 +475,7 @@ class _Ones(TorchDispatchMode):
 
 
 def _sizes(kept: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Elements and bytes of an element of each memory that states keep: of a view, the whole."""
+    """Elements and itemsize of each storage of the states: of a view, the whole."""
     memories = {one.untyped_storage()._cdata: one for one in tensors_in(dict(kept))}
     return [
         (one.untyped_storage().nbytes() // one.itemsize, one.itemsize) for one in memories.values()
@@ -484,16 +483,15 @@ def _sizes(kept: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _unit(block: int, least: int) -> int:
-    """The least multiple of a block, and of PIECE_ALIGNMENT, that is `least` or more."""
+    """The least common multiple of a block and PIECE_ALIGNMENT that is `least` or more."""
     return in_blocks(least, lcm(block, PIECE_ALIGNMENT))
 
 
 def smaller(shape: torch.Size, most: int) -> torch.Size:
     """A shape with as many dimensions and about `most` elements, if `shape` has more.
 
-    Dimensions that are odd, or multiples of small powers of two, stay so, of large ones up to 256:
-    an optimizer may ask whether its blocks divide a parameter. One with less than two elements is
-    tried with two.
+    Dimensions that are odd, or multiples of small powers of two, stay so, large ones up to 256: an
+    optimizer may ask whether its blocks divide a parameter. Less than two elements become two.
     """
     if shape.numel() < 2:
         return torch.Size([2, *[1] * (len(shape) - 1)])
@@ -505,6 +503,6 @@ def smaller(shape: torch.Size, most: int) -> torch.Size:
         shorter = (size // 2 // step * step + size % step for step in steps if size >= 2 * step)
         halved = next((one for one in shorter if 0 < one < size), size // 2)
         if halved < 2:
-            break  # of many dimensions none is large
+            break  # of many dimensions, none is large
         sizes[place] = halved
     return torch.Size(sizes)

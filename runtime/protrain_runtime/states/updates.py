@@ -1,14 +1,14 @@
-"""The optimizer's step on offloaded chunks: pieces of a chunk, and the threads that share them out.
+"""The optimizer's step on offloaded chunks: pieces of a chunk, and threads that split them.
 
-A piece is a range of a chunk's trainable elements on its way through the optimizer. An optimizer in
-host memory is bound by what one processor can read and write, so that several work on a piece.
+A piece is a range of a chunk's trainable elements on its way through the optimizer. A host
+optimizer is bound by one processor's bandwidth, so several work on a piece.
 
-[Note: PyTorch's threads or threads of ours]
-Fused kernels of Adam share a tensor out among PyTorch's own threads by whole cache lines, so that
-bits do not depend on how many there are. One call updates a piece then, and the interpreter is free
-for the thread that launches compute. Other operators cut a tensor anywhere, and compute what is
-left over of a vector with other instructions (SGD's of bfloat16, for one). There ranges of a piece
-are updated each by an optimizer of the user's class, on a thread with one intra-op thread.
+[Note: PyTorch's threads or threads of ours] Fused kernels of Adam split a tensor among PyTorch's
+own threads by whole cache lines: bits do not depend on their number. One call then updates a piece,
+and the interpreter is free for the thread that launches compute. Other operators cut a tensor
+anywhere, and compute the remainder of a vector with other instructions (such as SGD's of bfloat16).
+For these, each range of a piece is updated by its own optimizer of the user's class, on a thread
+with one intra-op thread.
 """
 
 import os
@@ -41,12 +41,11 @@ range to a thread and back takes (`docs/decisions/seconds.md`)."""
 
 
 def spare_threads(device: torch.device) -> int:
-    """Count the threads that update chunks in host memory, at least 1.
+    """The number of threads, at least 1, that update chunks in host memory.
 
-    Beside an accelerator: the threads that this process has, but for one that launches its work. Of
-    several ranks each has its share of the node's processors: torchrun leaves them one thread each,
-    by OMP_NUM_THREADS, unless it finds another number there. On a CPU the processors compute: one
-    thread updates beside them.
+    Beside an accelerator: this process's threads, minus one that launches its work. Each of several
+    ranks has its share of the node's processors: torchrun leaves them one thread each, by
+    OMP_NUM_THREADS, unless set. On a CPU one thread updates beside compute.
     """
     if on_host(device):
         return 1
@@ -57,16 +56,16 @@ def spare_threads(device: torch.device) -> int:
 
 
 def updates_by_lines(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether PyTorch's own threads may share out its steps (see the note above)."""
+    """Whether PyTorch's own threads may split its steps (see the note above)."""
     kind = optimizer.kind if isinstance(optimizer, MasterOptimizer) else type(optimizer)
     return known(kind).by_lines and all(group.get("fused") for group in optimizer.param_groups)
 
 
 class UpdateTeam:
-    """The update lane's thread, and `num_threads` - 1 more: PyTorch's in it, or such as help it.
+    """The update lane's thread, and `num_threads` - 1 more: PyTorch's in it, or helpers.
 
-    See [Note: PyTorch's threads or threads of ours]. `inside` are those that the lane's thread is
-    to have itself. Made by a thread with the process's own number of intra-op threads.
+    See [Note: PyTorch's threads or threads of ours]. `inside` are the lane thread's own. Must be
+    made on a thread with the process's number of intra-op threads.
     """
 
     def __init__(
@@ -85,16 +84,16 @@ class UpdateTeam:
         if self.num_threads > 1:
             threads = torch.get_num_threads()
             self._helpers = started_pool(self.num_threads - 1, "update", initializer=take_threads)
-            # Their own number of threads also became the default of threads to come.
+            # Setting their own number also changed the default of later threads.
             torch.set_num_threads(threads)
 
     def ranges(self, lengths: Sequence[int], cuts: Sequence[Cut] = ()) -> list[list[ElementRange]]:
-        """Elements that each thread updates of tensors of these lengths, cut by `cuts`."""
+        """Each thread's ranges of tensors of these lengths, cut by `cuts`."""
         most = max(1, sum(lengths) // self._smallest)
         return ranges(lengths, min(self.num_threads, most), longest=self.longest, cuts=cuts)
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """Do all of them, the first here; what one raises is raised when all have ended."""
+        """Run all tasks, the first one here; raise an error when all have ended."""
         assert len(tasks) <= self.num_threads
         if len(tasks) == 1:
             tasks[0]()
@@ -119,8 +118,8 @@ def ranges(
 ) -> list[list[ElementRange]]:
     """At most `count` ranges of about equal numbers of elements, over tensors of these lengths.
 
-    Tensors are cut where `cuts` say, at multiples of PIECE_ALIGNMENT by default, and so that no
-    span is longer than `longest` if there is a cut for that.
+    Tensors are cut by `cuts`, at multiples of PIECE_ALIGNMENT by default, with spans no longer than
+    `longest` if there is a cut for that.
     """
     ends = [sum(lengths) * number // count for number in range(1, count + 1)]
     shares: list[list[ElementRange]] = [[] for _ in ends]
@@ -145,23 +144,23 @@ def ranges(
 
 
 _PARAMETERS, _GRADIENTS = "parameters ", "gradients "
-"""Stand for these among the elementwise states, whose keys are names."""
+"""Keys for these among the elementwise states, whose keys are names."""
 
 
 class _Staged(NamedTuple):
-    """Values of one kind of states on their way, from number `first` of their region on."""
+    """Staged values of one kind of states, from index `first` of their region on."""
 
     values: torch.Tensor
     first: int
 
     def of(self, layout: StateLayout, part: Slice, low: int, count: int) -> torch.Tensor:
-        """Return the values of so many elements, from one of a parameter on."""
+        """The values of `count` elements, from one of a parameter on."""
         begin = layout.value(part.name, low) - self.first
         return self.values[begin : begin + layout.rule.count(count)]
 
 
 class _Due(NamedTuple):
-    """Elements of a parameter that have gradients, by which factors these are multiplied."""
+    """Elements of a parameter with gradients, and the gradients' factors."""
 
     span: Span
     elements: torch.Tensor  # of gradients  # [elements]
@@ -174,17 +173,15 @@ class Piece:
     """A range of a chunk's trainable elements on its way through the optimizer.
 
     `staging` holds one tensor per kind of states, filled by "read states" and written back by
-    "write states"; before the first step there is nothing to read, and the optimizer makes them.
-    With `stands` they are the store's own bytes.
-    By the name of the parameter, `waiting` are the chunk's gradients that wait below the device,
-    `parameters` the elements that the piece covers, where the optimizer runs, and `gradients` those
-    of gradients that waited on disk. A piece refers to nothing outside its range: what other pieces
-    need may leave the device before it.
+    "write states"; before the first step it is empty, and the optimizer makes the states. With
+    `stands` they are the store's own bytes. By parameter name, `waiting` are the chunk's gradients
+    below the device, `parameters` the piece's elements, on the optimizer's device, and `gradients`
+    those of gradients that waited on disk. A piece refers to nothing outside its range: the rest
+    may leave the device first.
 
-    It reads the copy of the states that is current when it is made. One that is `apart` writes all
-    of its range to the chunk's spare copy, also what it does not change.
-    One that `keeps` is used in every step: its staging is in the same places each time, and what is
-    not staged, too. Then `kept` are its optimizers, as long as these have all they need.
+    It reads the states' current copy at its making. If `apart`, it writes all of its range to the
+    chunk's spare copy, also unchanged values. If it `keeps`, it is used in every step: its staging,
+    and everything else, stays in place. Then `kept` are its optimizers, as long as these are valid.
     """
 
     chunk: Chunk
@@ -220,7 +217,7 @@ class Piece:
             self.target = self.chunk.spare
 
     def _states(self) -> Iterator[tuple[StateLayout, int, int, int]]:
-        """The kinds of states that the piece covers: first value, its place, and bytes."""
+        """The piece's kinds of states: first value, its offset, and bytes."""
         for layout in self.source.states:
             own = [one for one in self.parts if one[0].name in layout.starts]
             if own:
@@ -230,13 +227,13 @@ class Piece:
                 yield layout, value, layout.offset + value * width, count * width
 
     def ring_bytes(self, *, parameters: bool, gradients: bool) -> int:
-        """Bytes of the staging buffer that `read` takes."""
+        """Bytes of `read`'s staging buffer."""
         states = sum(num_bytes for *_, num_bytes in self._states())
         widths = [part.dtype.itemsize for part, _, _ in self.parts][:1]
         return states + (parameters + gradients) * (self.stop - self.start) * sum(widths)
 
     def read(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
-        """Fill the staging tensors in `ring` from the store, with what the optimizer asks for."""
+        """Fill the staging tensors in `ring` with the optimizer's inputs from the store."""
         if self.kept is not None:
             self.kept.read()
         else:
@@ -250,7 +247,7 @@ class Piece:
                 stored.store.start_read(place, self.gradients[part.name].view(torch.uint8))
 
     def _place(self, ring: torch.Tensor, *, parameters: bool, gradients: bool) -> None:
-        """Give what is read its room in `ring`."""
+        """Assign places in `ring` to what is read."""
         states = list(self._states())
         wanted: list[tuple[StateKind | str, torch.dtype, int]] = [
             (layout.kind, layout.dtype, num_bytes) for layout, _, _, num_bytes in states
@@ -261,7 +258,7 @@ class Piece:
             wanted += [(_GRADIENTS, dtype, size)] * gradients
         regions: dict[StateKind | str, torch.Tensor] = {}
         offset = 0
-        # Wide elements first: what follows is aligned to its own.
+        # Wide elements first: the following ones are then aligned.
         for region, dtype, size in sorted(wanted, key=lambda one: -one[1].itemsize):
             regions[region] = ring[offset : offset + size].view(dtype)
             offset += size
@@ -287,7 +284,7 @@ class Piece:
             self.parameters[part.name] = own if high - low == part.numel else own[low:high]
 
     def view_store(self) -> None:
-        """Use the parameters and their states in place, where the store is host memory."""
+        """Use the parameters and their states in place, in a host store."""
         store = self.chunk.store
         assert isinstance(store, HostStore)
         self.stands = True
@@ -306,12 +303,12 @@ class Piece:
         gradients: Mapping[str, torch.Tensor],
         team: UpdateTeam | None = None,
     ) -> None:
-        """The optimizer's own step on this range, by the team's threads where there is one.
+        """The optimizer's step on this range, by the team's threads if there is one.
 
-        `options` are the hyperparameters by parameter name, `gradients` those of the elements that
-        the piece covers and that did not wait below the device, flat in storage order. Elementwise
-        optimizers compute every element by itself, so a range of a parameter gets the bits that the
-        whole would get, and every range starts from the same scalars.
+        `options` are the hyperparameters by parameter name, `gradients` those of the piece's
+        elements that did not wait below the device, flat in storage order. Elementwise optimizers
+        update each element separately: a range gets the whole's bits, and every range starts from
+        the same scalars.
         """
         kept = self.kept
         if kept is not None and kept.begin(options, self.waiting, gradients):
@@ -321,7 +318,7 @@ class Piece:
         else:
             due = list(self._due(gradients))
             if team is None:
-                # On a device kernels have threads of their own: the larger they are, the better.
+                # Device kernels have their own threads: the larger, the better.
                 team = UpdateTeam(longest=sum(one.elements.numel() for one in due))
             lengths = [one.elements.numel() for one in due]
             cuts = [self.chunk.cut_of(one.span.part) for one in due]
@@ -332,7 +329,7 @@ class Piece:
             ]
             for each in stepped:
                 if isinstance(each.worker, MasterOptimizer):
-                    # A piece's workspace is counted for all of its elements: this is no more.
+                    # At most the piece's workspace, which is counted for all of its elements.
                     elements = sum(one.parameter.numel() for one in each.shadows)
                     each.worker.room_elements = min(elements, team.longest)
             team.run([each.step for each in stepped])
@@ -343,19 +340,19 @@ class Piece:
             self.made += zip(each.shadows, states, strict=True)
 
     def _due(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[_Due]:
-        """The gradients that there are, from where each of them is."""
+        """The available gradients, from wherever they are."""
         for part, low, high in self.parts:
             elements, factors = gradients.get(part.name), list[torch.Tensor]()
             stored, waits = self.waiting.get(part.name), elements is None
-            # Of one that waits some rank may have had it, or none.
+            # Some rank may have had a waiting one, or none.
             if waits and stored is not None and (stored.count is None or stored.count.item()):
                 elements = self.gradients.get(part.name)
-                if elements is None:  # it lies in host memory
+                if elements is None:  # in host memory
                     assert isinstance(stored.store, HostStore)
                     size = stored.dtype.itemsize
                     values = stored.store.view(stored.offset + low * size, (high - low) * size)
                     elements = values.view(stored.dtype)
-                # Here once, not in every thread: a factor may be on a device.
+                # Once, not in every thread: a factor may be on a device.
                 factors = [factor.to(elements.device) for factor in stored.factors]
             if elements is not None:
                 yield _Due(Span(part, low, high), elements, factors, waits)
@@ -366,7 +363,7 @@ class Piece:
         options: Options,
         ranges: Sequence[tuple[_Due, int, int]],
     ) -> Range:
-        """An optimizer over these elements of gradients and of the parameters that have them."""
+        """An optimizer over these elements and gradients."""
         shadows: list[Shadow] = []
         for due, start, stop in ranges:
             part, low, _ = due.span
@@ -398,7 +395,7 @@ class Piece:
             if one.staged is None:
                 continue
             chosen, place = options[one.name], one.parameter.device
-            # A fused optimizer has its counters where it steps, and a table is with its codes.
+            # A fused optimizer's counters are on its device, a table is with its codes.
             moved = chosen.get("fused") or chosen.get("capturable")
             state = {
                 key: value.to(place if moved or value.numel() > 1 else value.device, copy=True)
@@ -423,7 +420,7 @@ class Piece:
                     del state[layout.key]
 
     def _staged(self, layout: StateLayout, part: Slice, low: int, values: torch.Tensor) -> bool:
-        """Whether values from this element on are those in staging."""
+        """Whether values from this element on are in staging."""
         staged = self.staging.get(layout.kind)
         if staged is None:
             return False
@@ -431,7 +428,7 @@ class Piece:
         return values.data_ptr() == staged.values.data_ptr() + begin
 
     def write(self, *, parameters: bool) -> None:
-        """Write the new states; a parameter's last range settles its scalars."""
+        """Write the new states; a parameter's last range sets its scalars."""
         store = self.chunk.store
         assert store is not None
         if self.kept is None:
@@ -445,9 +442,9 @@ class Piece:
             self.gradients.clear()
 
     def _write_made(self, store: Store, *, parameters: bool) -> None:
-        """Write what new optimizers have made, and keep them if the next step can use them."""
+        """Write new optimizers' states, and keep these optimizers if reusable."""
         stepped = {shadow.name for shadow, _ in self.made}
-        # By region of the store: one write of many parameters' values, where they are neighbours.
+        # By region of the store: adjacent values of many parameters are one write.
         writes = defaultdict[StateKind, list[tuple[int, torch.Tensor]]](list)
         changed = [span for span in self.parts if span.part.name in stepped or self.apart]
         parameters_written = _joined(self._placed(self.target, changed)) if parameters else []
@@ -459,7 +456,7 @@ class Piece:
             for layout in self.target.of(part):
                 values = state.pop(layout.key, None)
                 if values is None or (self.stands and self._staged(layout, part, low, values)):
-                    continue  # it is there: written, or the store's own bytes
+                    continue  # already written, or the store's own bytes
                 place = layout.place(part.name, low)
                 writes[layout.kind].append((place, values.view(torch.uint8)))
         states_written = [pair for region in writes.values() for pair in _joined(region)]
@@ -479,7 +476,7 @@ class Piece:
                 if not (each.usual and shadow.in_place(state)):
                     return
                 if not (shadow.waits or shadow.span in self.parts):
-                    return  # its gradient is another tensor each time: all of it is taken
+                    return  # its gradient is a new tensor each time and is consumed whole
         self.kept = KeptRanges(
             ranges,
             team.run,
@@ -491,13 +488,13 @@ class Piece:
         )
 
     def _placed(self, copy: Copy, parts: Sequence[Span]) -> Iterator[tuple[int, torch.Tensor]]:
-        """The bytes of these parameters, and where they are in a copy."""
+        """The bytes of these parameters, and their offsets in a copy."""
         for part, low, _ in parts:
             place = copy.place(part) + low * part.dtype.itemsize
             yield place, self.parameters[part.name].view(torch.uint8)
 
     def _copy(self, part: Slice, low: int, high: int, store: Store) -> None:
-        """Bring the states of a parameter that had no gradient to the other copy as they are."""
+        """Copy the states of a parameter without a gradient to the other copy, unchanged."""
         if part.name not in self.source.updated:
             self.target.updated.discard(part.name)
             return
@@ -510,7 +507,7 @@ class Piece:
 
 
 def _joined(writes: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
-    """Writes to one region, those of bytes that are neighbours there and in memory as one."""
+    """Writes to one region, merged if adjacent there and in memory."""
     found: list[tuple[int, torch.Tensor]] = []
     for place, values in sorted(writes, key=lambda write: write[0]):
         if found:

@@ -1,7 +1,6 @@
-"""Where a tensor's values lie, and its bytes as they come and go: a piece at a time.
+"""Places of a tensor's values, and transfers of its bytes piece by piece.
 
-Bytes are in row-major order, whatever the tensor's strides are. What is not row-major passes
-through a copy of that one tensor.
+Bytes are row-major for any strides; a tensor that is not row-major passes through a copy.
 """
 
 import json
@@ -36,14 +35,14 @@ from protrain_runtime.states.quantized import (
 )
 
 Write = Callable[[torch.Tensor], object]
-"""Takes bytes that come next: a contiguous uint8 tensor in host memory, good during the call."""
+"""Takes the next bytes: a contiguous uint8 host tensor, valid during the call."""
 
 Fill = Callable[[torch.Tensor], None]
-"""Fills a contiguous uint8 tensor in host memory with the bytes that come next."""
+"""Fills a contiguous uint8 host tensor with the next bytes."""
 
 
 class Source(Protocol):
-    """A tensor's values, to be read."""
+    """A readable tensor's values."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -52,14 +51,14 @@ class Source(Protocol):
     def shape(self) -> torch.Size: ...
 
     def copy_to(self, write: Write) -> None:
-        """Hand out its bytes, in order."""
+        """Pass its bytes to `write`, in order."""
 
 
 class Value(Source, Protocol):
     """A tensor's values, in memory or in a store."""
 
     def copy_from(self, fill: Fill) -> None:
-        """Take new values: as many bytes as it has, in order."""
+        """Take new values from `fill`: all bytes, in order."""
 
 
 def num_bytes(value: Source) -> int:
@@ -84,7 +83,7 @@ class Held:
     def copy_to(self, write: Write) -> None:
         flat = _bytes_of(self.tensor.detach().contiguous())
         if flat.device.type == "cpu":
-            write(flat)  # its own memory, no copy
+            write(flat)  # its own memory, not a copy
             return
         for start in range(0, flat.numel(), SAVING_BYTES):
             write(flat[start : start + SAVING_BYTES].cpu())
@@ -103,10 +102,9 @@ class Held:
 class Stored:
     """A dense tensor in a store, in the order of its strides.
 
-    `part` is the first and the number of the elements that this rank has, where ranks share the
-    tensor; only these come and go, and in the order in which they are stored. `twin` is where the
-    tensor stands once more: what no update changes is the same in both copies of a chunk that is
-    updated speculatively.
+    `part` is this rank's first element and number of elements, if sharded; only these are
+    transferred, in stored order. `twin` is the tensor's second place: values that no update changes
+    are equal in both copies of a speculatively updated chunk.
     """
 
     store: Store
@@ -154,7 +152,7 @@ def is_row_major(shape: torch.Size, stride: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Values at one moment, in host memory."""
+    """A snapshot of values in host memory."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -164,7 +162,7 @@ class Copied:
 
     @classmethod
     def of(cls, value: Source) -> "Copied":
-        """Copy what a value has now."""
+        """Copy the value's present contents."""
         content, left = torch.empty(part_bytes(value), dtype=torch.uint8), part_bytes(value)
 
         def write(piece: torch.Tensor) -> None:
@@ -180,18 +178,18 @@ class Copied:
 
 
 def part_of(value: Source) -> tuple[int, int]:
-    """The first and the number of the elements that come and go with a value."""
+    """The first element, and the number, transferred with a value."""
     part = value.part if isinstance(value, Stored | Copied) else None
     return part or (0, value.shape.numel())
 
 
 def part_bytes(value: Source) -> int:
-    """The bytes that come and go with a value."""
+    """The bytes transferred with a value."""
     return part_of(value)[1] * value.dtype.itemsize
 
 
 def order_of(value: Source) -> tuple[int, ...]:
-    """The order of dimensions, from the outermost on, in which a value's elements come and go."""
+    """The order of dimensions, outermost first, in which a value's elements are transferred."""
     if isinstance(value, Copied):
         return value.order
     dims = tuple(range(len(value.shape)))
@@ -201,7 +199,7 @@ def order_of(value: Source) -> tuple[int, ...]:
 
 
 def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Where each piece of so many bytes starts, and the one host buffer that they all use."""
+    """The start of each piece, and the one host buffer for all."""
     buffer = torch.empty(min(SAVING_BYTES, size), dtype=torch.uint8)
     for start in range(0, size, SAVING_BYTES):
         yield start, buffer[: size - start]
@@ -221,7 +219,7 @@ _OFFSET = "nested_offset"
 
 @dataclass(frozen=True, slots=True)
 class PackedSettings:
-    """A packed weight's settings as JSON of bitsandbytes; the scales' mean in it is loaded."""
+    """A packed weight's settings as bitsandbytes' JSON; loading sets the scales' mean in it."""
 
     name: str
     state: Any  # bitsandbytes' QuantState
@@ -264,7 +262,7 @@ class PackedSettings:
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """`weight_format` beside int8 weights: 0, they lie in rows; else ProtrainError."""
+    """`weight_format` beside int8 weights: 0 for row-major; ProtrainError for others."""
 
     name: str
     dtype: torch.dtype = torch.uint8
@@ -284,7 +282,7 @@ class RowFormat:
 
 
 def scales_beside(layer_name: str, layer: Any) -> Iterator[tuple[str, Value]]:
-    """Yield a packed weight's tensors besides its bytes, in bitsandbytes' names and order."""
+    """A packed weight's tensors besides its bytes, in bitsandbytes' names and order."""
     if of_eight_bits(layer):
         for path, tensor in scales_of(layer).items():
             yield f"{layer_name}.{path}".removeprefix("."), Held(tensor)
@@ -304,9 +302,9 @@ def scales_beside(layer_name: str, layer: Any) -> Iterator[tuple[str, Value]]:
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """The numbers that a layer's weight is packed from: read whole, packed where it computes.
+    """The numbers for a layer's packed weight: read whole, packed on its compute device.
 
-    `place` takes the packed bytes to where the plan has them; scales stay beside the layer.
+    `place` moves the packed bytes to their planned tier; scales stay beside the layer.
     """
 
     layer: Any
@@ -323,7 +321,7 @@ class Unpacked:
         self.pack(numbers)
 
     def pack(self, numbers: torch.Tensor) -> None:
-        """Pack numbers of the weight's shape, and place them; the layer has their scales."""
+        """Pack numbers of the weight's shape, place them, and set the layer's scales."""
         weight, eight = self.layer.weight, of_eight_bits(self.layer)
         made = packed_like(weight, numbers.to(weight.device), eight=eight)
         found = {ROW_SCALES: getattr(made, ROW_SCALES)} if eight else state_scales(made)
@@ -335,7 +333,7 @@ class Unpacked:
 def unpacked_values(
     model: nn.Module, offloaded: Mapping[str, tuple[Chunk, Slice]]
 ) -> Iterator[tuple[str, str, Unpacked]]:
-    """By layer with a packed weight: its name, the weight's first name, what it is packed from."""
+    """By layer with a packed weight: its name, the weight's first name, and its `Unpacked`."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for layer_name, layer in packed_layers(model):
         name, state = names[layer.weight], getattr(layer.weight, STATE, None)

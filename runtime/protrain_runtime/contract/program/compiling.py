@@ -1,4 +1,4 @@
-"""From a plan's decisions to its program: which moves, on which lanes, after what."""
+"""Compile a plan's decisions to its program: moves, lanes and order."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -45,11 +45,11 @@ def compile_plan(
     updating: bool = True,
     clipped: bool = False,
 ) -> Program:
-    """The program that `units` imply for chunks of the given sizes, as the runtime has them.
+    """The program of `units` for chunks of the runtime's sizes.
 
-    Without `updating`, that of a micro-batch before the last; with `clipped`, that of a step whose
-    speculative updates are done again. ProtrainError where it would have more pieces of states than
-    anything looks at, or update a gradient that is not whole.
+    Without `updating`, of an earlier micro-batch; with `clipped`, of a step that repeats its
+    speculative updates. ProtrainError if it has too many pieces of states, or updates an incomplete
+    gradient.
     """
     states = [
         placed(index, unit.states, chunk, len(units), settings, device)
@@ -69,7 +69,7 @@ def bind(
     updating: bool = True,
     clipped: bool = False,
 ) -> BoundProgram:
-    """The program that `units` imply for a profile. Otherwise as `compile_plan`."""
+    """The program of `units` for a profile; otherwise as `compile_plan`."""
     activations = [implications.activations(n, unit.activations) for n, unit in enumerate(units)]
     states = [implications.states(n, unit.states) for n, unit in enumerate(units)]
     swaps = [option.swap_in.pieces if option.swap_in else () for option in activations]
@@ -94,15 +94,12 @@ def bind(
 
 
 def program_of(plan: Plan, profile: Profile, *, clipped: bool = False) -> BoundProgram:
-    """The program of a plan for the model and machine of its profile.
-
-    With `clipped`, that of a step whose speculative updates are done again.
-    """
+    """The program of a plan and its profile; `clipped`: it repeats speculative updates."""
     return bind(plan.units, Implications(profile, plan.settings), clipped=clipped)
 
 
 class _Piece(NamedTuple):
-    """A piece of an update: its parameters, the bytes read and written, see `Move.share`."""
+    """A piece of an update: its parameters, bytes read and written; see `Move.share`."""
 
     start: int
     stop: int
@@ -138,7 +135,7 @@ class _Compiler:
         self.updating, self.clipped = updating, clipped
         self.in_backward = updating and settings.updates == "in backward"
         self.sharded = settings.group.num_devices > 1
-        self.stay = self.sharded and not updating  # what adds up of gradients, where it is
+        self.stay = self.sharded and not updating  # gradients add up in place
         self.end = 2 * len(units)
         self.slots = [
             Slot(unit=min(t, self.end - 1 - t), forward=t < len(units)) for t in range(self.end)
@@ -146,8 +143,8 @@ class _Compiler:
         self.moves: list[Move] = []
         self.last: list[int] = []
         self.reduced: list[int] = []
-        self.fetches: list[list[Move]] = [[] for _ in self.slots]  # that each slot submits
-        # By whether the device updates, the "write states" moves so far, for the staging pool.
+        self.fetches: list[list[Move]] = [[] for _ in self.slots]  # submitted by each slot
+        # By whether the device updates: the "write states" moves so far, for the staging pool.
         self.written: dict[bool, list[int]] = {False: [], True: []}
         self.added: list[int] = []  # the "add gradients" moves so far, for the arriving buffers
         self.updates: dict[int, int] = {}  # by unit the last move of its update
@@ -156,9 +153,9 @@ class _Compiler:
     def compile(self) -> Program:
         for unit in range(len(self.units)):
             self._plan_fetches(unit)
-        fetched: dict[tuple[int, int, float], int] = {}  # unit, slot served, share's start
+        fetched: dict[tuple[int, int, float], int] = {}  # unit, slot served, start of share
         for index, slot in enumerate(self.slots):
-            # The one needed first goes first.
+            # The earliest needed goes first.
             for move in sorted(self.fetches[index], key=lambda fetch: fetch.slot):
                 key = move.unit, move.slot, move.share[0]
                 if move.kind == "all-gather" and key in fetched:
@@ -172,8 +169,8 @@ class _Compiler:
             if not slot.forward:
                 self._add_leaving(index, slot)
             elif plan.activations.tier:
-                # What comes back needs its room again: the way out ends before that, and no way
-                # back has to wait for it once more.
+                # The copy back needs its buffer again: the copy out ends before it, so no copy back
+                # waits again.
                 back = _fetch_slots(self.end - 1 - unit, unit + 1, plan.schedule.swap_lead)
                 latest, drain = back[0][0] - index - 1, plan.schedule.swap_drain
                 lane = Lane("spill", plan.activations.tier)
@@ -203,7 +200,7 @@ class _Compiler:
         if not plan.states.is_persistent and chunk.used_by:
             stays = residencies(plan.states, chunk.used_by, len(self.units))
             for number, stay in enumerate(stays):
-                # The moves that bring the parameters: the rank's shard, then the rest.
+                # The moves of the parameters: the rank's shard, then the rest.
                 arriving = placement.arriving[number]
                 served, schedule = arriving.slot, plan.schedule
                 forward = served < len(self.units)
@@ -213,7 +210,7 @@ class _Compiler:
                     cut = parts(arriving.pieces)
                     slots = [(slot, part) for slot, share in slots for part in _within(share, cut)]
                 for slot, share in slots:
-                    # Where the shards end is said by the whole pieces.
+                    # Whole pieces determine the shards' ends.
                     held = pieces_in(arriving.pieces, share)
                     for fetch in placement.fetched(number) if held else ():
                         size = sum(fetch.pieces[held.start : held.stop])
@@ -224,10 +221,10 @@ class _Compiler:
                     if held and placement.gathers:
                         size = sum(placement.gathers[number].pieces[held.start : held.stop])
                         if not size and plan.states.common_copy:
-                            continue  # all of it has come
+                            continue  # all of it has arrived
                         move = Move("all-gather", unit, served, COLLECT, size, share=share)
                         self.fetches[slot].append(move)
-                # What is updated in place stays until it is written.
+                # Chunks updated in place stay until written.
                 final = stay.last == self.end - 1 - chunk.used_by[0]
                 trained = self.updating and chunk.num_parameters > 0
                 if not (final and trained and placement.home == "in place"):
@@ -243,10 +240,10 @@ class _Compiler:
         self.moves.append(move)
         return len(self.moves) - 1
 
-    # What leaves after a slot
+    # Evictions after a slot
 
     def _leave(self, move: Move, drain: int | None) -> int:
-        """Submit a move when its slot has ended; `drain` slots later its bytes have left."""
+        """Submit a move after its slot; its bytes have left `drain` slots later."""
         number = self._add(move)
         self.slots[move.slot].finish.append(number)
         self._drain(number, move.slot, drain)
@@ -257,10 +254,10 @@ class _Compiler:
             self.slots[produced + drain + 1].drained.append(move)
 
     def _add_leaving(self, index: int, slot: Slot) -> None:
-        """The moves that carry a chunk's gradients away, and its update if that is in backward.
+        """The moves of a chunk's gradients, and its update if in backward.
 
-        What the micro-batches before the last add up on several devices stays there: whole, or in
-        shards, to which the sums of every one are added.
+        On several devices, sums of earlier micro-batches stay: whole, or as shards to which later
+        sums are added.
         """
         unit, chunk, placement = slot.unit, self.chunks[slot.unit], self.states[slot.unit]
         stays = self.stay and not (self.settings.adds_shards and placement.scattered)
@@ -296,10 +293,10 @@ class _Compiler:
             self._drain(ends[-1], index, longest)
 
     def _add_late_updates(self) -> None:
-        """Updates that begin when backward has ended; the one that is needed first begins first.
+        """Updates after backward, in order of their next use.
 
-        Where steps do not overlap, the order is that in which gradients came. What a clipped step
-        does again comes last: its program begins as that of another step.
+        If steps do not overlap, in order of the gradients. A clipped step's repeats come last: its
+        program begins like another step's.
         """
         order = list(range(len(self.units)))
         if not self.settings.overlap_steps:
@@ -319,7 +316,7 @@ class _Compiler:
                 self._add_updates(slot, unit, self.slots[-1].finish, tuple(spilled))
 
     def _add_drains_before(self) -> None:
-        """Drain the buffers of updates in place before the next step needs their room."""
+        """Drain in-place updates' buffers before the next step needs their memory."""
         gone = {number for slot in self.slots for number in slot.drained}
         for slot in self.slots[: len(self.units)]:
             for fetch in (self.moves[number] for number in slot.submit):
@@ -338,7 +335,7 @@ class _Compiler:
         leaving = placement.scattered or placement.gradients
         if not leaving:
             return (), 0
-        # The buffer that they arrive in is free again when the gradients that had it are added.
+        # An arrival buffer is free once its previous gradients are added.
         rooms_are_full = len(self.added) >= ARRIVING_GRADIENTS
         free = (self.added[-ARRIVING_GRADIENTS],) if rooms_are_full else ()
         arrived: list[int] = []
@@ -355,7 +352,7 @@ class _Compiler:
                 self.reduced.append(number)
                 after = (number,)
             if (spilled := placement.gradients) and not self.stay:
-                # On a machine with a disk tier, the way down to the host is the host tier's link.
+                # With a disk tier, the host tier's link carries the copy to the host.
                 size = sum(spilled.pieces[held.start : held.stop])
                 lane = Lane("spill", spilled.tier)
                 move = Move("spill gradients", unit, index, lane, size, after=after, share=share)
@@ -371,9 +368,9 @@ class _Compiler:
     def _add_updates(
         self, index: int, unit: int, into: list[int], gradients: tuple[int, ...]
     ) -> list[int]:
-        """Reads, steps and writes a chunk's states piece by piece; returns the ends of pieces.
+        """Read, update and write a chunk's states piece by piece; returns the pieces' last moves.
 
-        `gradients` are the moves that bring them to the optimizer.
+        `gradients` are the moves that bring gradients to the optimizer.
         """
         placement = self.states[unit]
         lanes = placement.state_lanes
@@ -398,7 +395,7 @@ class _Compiler:
                 ends.append(add(Move("update", unit, index, lane, 0, start, stop, gradients)))
                 continue
             reading, updating, writing = lanes
-            # The staging buffer is free again when the piece that had it is written.
+            # A staging buffer is free once its previous piece is written.
             ring_is_full = len(written) >= STAGING_PIECES
             free = (written[-STAGING_PIECES], *waits) if ring_is_full else waits
             came = add(Move("read states", unit, index, reading, read, start, stop, free))
@@ -415,10 +412,10 @@ class _Compiler:
 def _pieces(
     own: ChunkSize, count: int, parameters_read: int, *, in_place: bool
 ) -> tuple[_Piece, ...]:
-    """The pieces of a chunk's update, in order. (Searches ask for the same again and again.)"""
+    """The pieces of a chunk's update, in order. (Cached for searches.)"""
     found: list[_Piece] = []
     for start, stop in pairwise(own.num_parameters * n // count for n in range(count + 1)):
-        # Trainable parameters are as many bytes as their gradients.
+        # Trainable parameters have as many bytes as their gradients.
         states, parameters = (
             size * stop // own.num_parameters - size * start // own.num_parameters
             for size in (own.state_bytes, own.gradient_bytes)
@@ -436,7 +433,7 @@ def _share_bytes(sizes: Sequence[int], share: tuple[float, float]) -> int:
 
 
 def _fetch_slots(served: int, earliest: int, lead: float) -> list[tuple[int, tuple[float, float]]]:
-    """The slots that submit a fetch, with the share of its bytes that each one submits."""
+    """The slots that submit a fetch, each with its share of the bytes."""
     whole, cut = shares(lead)
     early, late = max(earliest, served - whole - 1), max(earliest, served - whole)
     if not cut or early == late:
@@ -445,13 +442,13 @@ def _fetch_slots(served: int, earliest: int, lead: float) -> list[tuple[int, tup
 
 
 def _within(share: tuple[float, float], cut: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the share in parts that end at each of these fractions."""
+    """The share, cut at these fractions."""
     ends = [share[0], *(end for end in cut if share[0] < end < share[1]), share[1]]
     return list(pairwise(ends))
 
 
 def _drain_shares(drain: float | None) -> list[tuple[int | None, tuple[float, float]]]:
-    """The drains of what leaves first and of the rest, in whole slots, with their shares."""
+    """Whole-slot drains of the first and the remaining bytes, with their shares."""
     if drain is None:
         return [(None, (0.0, 1.0))]
     whole, rest = shares(drain)

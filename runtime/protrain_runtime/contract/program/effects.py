@@ -1,8 +1,8 @@
-"""Implications of a decision: bytes on the device and when, moves, and updates.
+"""Implications of a decision: bytes on the device by slot, moves, and updates.
 
-The one place that says so. The compiler makes moves of it, the memory count sums what stands, the
-planner's models take their coefficients from it. Of a placement, what moves follows from the
-chunk's sizes alone (`placed`), as the runtime has them; seconds and what stands need a profile.
+Their only source: the compiler makes moves of them, the memory count sums live ranges, the
+planner's models take their coefficients. A placement's moves follow from the chunk's sizes alone
+(`placed`), as in the runtime; seconds and live ranges need a profile.
 """
 
 from collections.abc import Sequence
@@ -43,10 +43,10 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import FormCost, OptimizerCost, Profile
 
 PINNED: frozenset[StateTier] = frozenset({"host"})
-"""Tiers from whose memory an accelerator copies, in regions of whole pages."""
+"""Tiers that an accelerator copies from, in regions of whole pages."""
 
 STATE_REGIONS = 3
-"""Optimizer states that a chunk keeps apart, at most: float32 parameters and AdamW's two."""
+"""Most separate optimizer states of a chunk: float32 parameters and AdamW's two."""
 
 LiveRangeKind = Literal[
     "base", "states", "activations", "gradients", "buffers", "fetched ahead", "leaving", "staging"
@@ -64,10 +64,10 @@ class LiveRange(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Bytes that a slot needs; they cannot be fetched before slot `earliest`.
+    """Bytes that a slot needs, fetched no earlier than slot `earliest`.
 
-    From a tier below the device, or on `device` from all ranks' shards there. `pieces` are the same
-    bytes in parts that may come one slot apart.
+    From a tier below the device, or on `device` from all ranks' shards there. `pieces` are parts of
+    these bytes that may arrive one slot apart.
     """
 
     tier: StateTier
@@ -78,11 +78,11 @@ class Fetch(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """Bytes that a slot leaves to be moved to a tier; None: gradients that the ranks sum.
+    """Bytes that a slot leaves for a tier; None: gradients to be reduced.
 
-    Its parts may leave one slot apart: `pieces` are the sizes by which a plan's fractions name
-    them, and `held_pieces` the bytes of each that stand on the device until then. Of a sum each
-    rank keeps its shard, which stands there too where it waits for its own way.
+    Parts may leave one slot apart: `pieces` are the sizes for a plan's fractions, and `held_pieces`
+    the bytes of each on the device until then. Of a sum each rank keeps its shard, which also stays
+    there while it waits for its own move.
     """
 
     tier: TierName | None
@@ -97,20 +97,16 @@ class Eviction(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Bytes that stand in the device's update where the last slot leaves them.
-
-        No slot waits for what goes to a tier. The update waits for sums: their shards are left.
-        """
+        """Bytes of the last slot's eviction in the device's update, which waits only for sums."""
         return self.held - (0 if self.tier else sum(self.pieces))
 
 
 class Staging(NamedTuple):
-    """Bytes that one chunk's update needs of the memory in which the optimizer runs.
+    """Bytes of one chunk's update in the optimizer's memory.
 
-    read_piece   of its largest piece that is read from disk
-    width        per element by which a piece is larger than its even share
-    workspace    gradients of the most elements that the optimizer steps on at a time
-    arriving     of gradients that arrive there to be added to those of earlier micro-batches
+    read_piece   of its largest piece read from disk width        per element by which a piece
+    exceeds its even share workspace    gradients of the most elements that the optimizer steps on
+    at a time arriving     gradients to add to those of earlier micro-batches
     """
 
     read_piece: int = 0
@@ -124,14 +120,14 @@ NO_STAGING = Staging()
 
 @dataclass(frozen=True, slots=True)
 class ActivationOption:
-    """One activation decision of one unit. `swap_in` and `swap_out` are there or absent together.
+    """One activation decision of one unit. `swap_in` and `swap_out` are both set or both None.
 
-    Seconds are compute; the fetch serves the unit's backward, the way out starts after forward.
+    Seconds are compute; the fetch serves the unit's backward, the eviction starts after forward.
     """
 
     decision: Activations
     cost: FormCost
-    swapped: int  # of `cost.kept_bytes`: they leave the device
+    swapped: int  # of `cost.kept_bytes`: evicted
     live_ranges: tuple[LiveRange, ...]
     swap_in: Fetch | None = None
     swap_out: Eviction | None = None
@@ -204,16 +200,13 @@ class StateOption:
 
     @property
     def parameters_read(self) -> int:
-        """Gradient-sized buffers read with the states for an update.
-
-        Parameters come with the states, and gradients where they were on the tier too.
-        """
+        """Gradient-sized buffers read for an update: parameters, and gradients from the tier."""
         gradients = self.home == "disk" or (self.home == "host" and self.decision.update_on_device)
         return (self.home not in (None, "in place")) + gradients
 
     @property
     def state_lanes(self) -> tuple[Lane, Lane, Lane] | None:
-        """The lanes that read, update and write its states; None: they do not move."""
+        """The lanes that read, update and write its states; None if they do not move."""
         if not self.write_bytes:
             return None
         tier = self.tier
@@ -221,12 +214,12 @@ class StateOption:
         return Lane("read", tier), update, Lane("write", tier)
 
     def fetched(self, stay: int) -> tuple[Fetch, ...]:
-        """Bytes that come from tiers for one stay: from its own, and from the disk."""
+        """Bytes fetched for one stay: from its own tier, and from disk."""
         return self.fetches[stay : stay + 1] + self.from_disk[stay : stay + 1]
 
     @property
     def leaving(self) -> Eviction | None:
-        """Bytes that stand on the device after their slot until they have left."""
+        """Bytes on the device after their slot until evicted."""
         return self.scattered or self.gradients or self.in_place
 
 
@@ -236,10 +229,10 @@ def standing_bytes(option: ActivationOption | StateOption, slot: int) -> int:
 
 
 class Implications:
-    """Options of a profile's units with their implications; each is worked out once.
+    """Options of a profile's units with their implications, each computed once.
 
-    Of a profile whose forms are those that have leave, `recorded` is the one with all of them: a
-    plan holds the same bytes by either.
+    If the profile has only opted-in forms, `recorded` is the one with all forms: a plan's bytes are
+    the same by either.
     """
 
     def __init__(
@@ -247,33 +240,33 @@ class Implications:
     ) -> None:
         self.profile, self.settings, self.recorded = profile, settings, recorded or profile
         self.device = profile.hardware.device.kind
-        names = [part.name for part in fields(ChunkSize)]  # a unit has them all
+        names = [part.name for part in fields(ChunkSize)]  # fields that units share
         self.chunks = [
             ChunkSize(**{name: getattr(unit, name) for name in names}) for unit in profile.units
         ]
-        # What the simulator has found out about moves and lanes like these.
+        # The simulator's results for moves and lanes like these.
         self.known_seconds: dict[object, float] = {}
         self.known_rates: dict[object, tuple[dict[int, Any], dict[int, Any]]] = {}
         self._activations: dict[tuple[int, Activations], ActivationOption] = {}
         self._states: dict[tuple[int, Placement], StateOption] = {}
 
     def activations(self, index: int, decision: Activations) -> ActivationOption:
-        """The option of a decision about unit `index`'s activations; KeyError without costs."""
+        """The option for unit `index`'s activations; KeyError without costs."""
         if known := self._activations.get((index, decision)):
             return known
         cost = self.profile.units[index].cost(decision.form)
         tier = decision.tier
         swapped = cost.swappable_bytes if tier else 0
         served = 2 * len(self.chunks) - 1 - index
-        # What the unit's own slots need above the levels around them, and its level in between; all
-        # its kept bytes stand in its backward.
+        # The unit's own slots exceed the levels around them, and its level lies between; all its
+        # kept bytes are live in its backward.
         level, backward = cost.kept_bytes - swapped, cost.backward_peak_bytes + swapped
         live_ranges = [
             LiveRange("activations", index, index, index, cost.forward_peak_bytes),
             LiveRange("activations", index, index + 1, served, level),
             LiveRange("activations", index, served, served, backward),
         ]
-        if (held := self.settings.held) > 1:  # those of the other micro-batches, in every slot
+        if (held := self.settings.held) > 1:  # other micro-batches', in every slot
             others = (held - 1) * level
             live_ranges.append(LiveRange("activations", index, 0, 2 * len(self.chunks) - 1, others))
         option = ActivationOption(decision, cost, swapped, live_ranges=tuple(live_ranges))
@@ -289,7 +282,7 @@ class Implications:
         return option
 
     def states(self, index: int, decision: Placement) -> StateOption:
-        """The option of a placement of the states first used in unit `index`."""
+        """The option for a placement of the states first used in unit `index`."""
         if known := self._states.get((index, decision)):
             return known
         option = placed(
@@ -319,11 +312,11 @@ class Implications:
         if decision.is_persistent:
             if decision.update_in_backward:
                 if not is_accelerator(self.device):
-                    device_s += optimizer.host_piece_s  # a step of its own, which starts by itself
+                    device_s += optimizer.host_piece_s  # a step of its own, with its start-up cost
             else:
                 workspace = _step_workspace(index, self.profile)
                 if workspace and optimizer.workspace_bytes:
-                    # One step goes through all chunks, and may still hold what another one took.
+                    # One step updates all chunks, and may still hold another's workspace.
                     workspace = optimizer.workspace_bytes
         elif self.settings.group.num_devices > 1:
             if on_device:
@@ -438,7 +431,7 @@ def placed(
         scattered = Eviction(None, slot, whole.gradient_bytes, parts, held)
     num_updates = 0
     if tier:
-        # Of the parameters, those that are trained move: as many bytes as their gradients.
+        # Only trained parameters move: as many bytes as their gradients.
         largest = max(own.state_bytes, own.gradient_bytes)
         num_updates = max(1, -(-largest // settings.piece_bytes)) if decision.staged else 1
     return replace(
@@ -457,10 +450,7 @@ def placed(
 def _tier_bytes(
     states: Placement, home: GradientHome, own: ChunkSize, device: DeviceKind, copy_bytes: int
 ) -> dict[TierName, int]:
-    """Bytes that an offloaded chunk takes of tiers: its states, and gradients on their way.
-
-    `copy_bytes` are those of a common copy.
-    """
+    """An offloaded chunk's bytes on tiers: states, gradients in flight, and `copy_bytes`."""
     found: dict[TierName, int] = {}
     far = sum(disk_pieces(own, states.on_disk))
     tier, copies = states.tier, 1 + states.speculate
@@ -470,11 +460,11 @@ def _tier_bytes(
         regions += [own.gradient_bytes] if home == name else []
         size = sum(regions)
         if name in PINNED and is_accelerator(device):
-            # Each region is pinned by itself, each of up to STATE_REGIONS optimizer states too.
+            # Each region is pinned separately, as is each of up to STATE_REGIONS optimizer states.
             parts = copies * STATE_REGIONS if tier == name else 0
             size = sum(pinned_bytes(region) for region in regions) + parts * PAGE_BYTES
         elif name == "disk":
-            # So in a file, where every kind of states has blocks of its own, too.
+            # In a file, too, every kind of states has its own blocks.
             parts = copies * _kinds_of_states(own) if tier == name else 0
             size = sum(map(file_bytes, regions)) + parts * (PAGE_BYTES + LARGE_BEGIN_BYTES)
         size += copy_bytes if tier == name else 0
@@ -484,14 +474,14 @@ def _tier_bytes(
 
 
 _MOST_KINDS = 8
-"""Kinds of optimizer states, at most: codes and scales of two states, in two sizes."""
+"""Most kinds of optimizer states: codes and scales of two states, in two sizes."""
 
 
 def _kinds_of_states(own: ChunkSize) -> int:
-    """At most so many kinds of optimizer states a chunk has, by their bytes.
+    """Upper bound of a chunk's kinds of optimizer states, by their bytes.
 
-    Half as wide as the gradients at least; narrower ones, and those of some parameters alone, are
-    of 8 bits and fewer, with scales.
+    Half as wide as the gradients at least; narrower ones, and those of only some parameters, have 8
+    bits or fewer, with scales.
     """
     even = own.state_bytes - own.uneven_state_bytes
     if own.uneven_state_bytes or even < own.gradient_bytes:
@@ -502,7 +492,7 @@ def _kinds_of_states(own: ChunkSize) -> int:
 def _staging(
     option: StateOption, num_updates: int, settings: StepSettings, device: DeviceKind
 ) -> Staging:
-    """The staging of one chunk; nothing for what the device updates with persistent chunks."""
+    """The staging of one chunk; none if the device updates it with persistent chunks."""
     own, states = option.own, option.decision
     if not num_updates or states.is_persistent:
         return NO_STAGING
@@ -526,10 +516,10 @@ def _staging(
 
 
 def _most_at_a_time(option: StateOption, optimizer: OptimizerCost, device: DeviceKind) -> float:
-    """Gradient bytes that an update beside compute steps on at a time, of however large a piece.
+    """Gradient bytes that an update beside compute steps on at a time, for any piece.
 
-    On the device it steps on one parameter after the other. So does the one thread beside a CPU's
-    compute, on runs of LONGEST_SPAN. Beside an accelerator several threads step at once.
+    The device steps on one parameter at a time; so does the thread beside a CPU's compute, on runs
+    of LONGEST_SPAN. Beside an accelerator several threads step at once.
     """
     if optimizer.at_once or not option.own.num_parameters:
         return inf
@@ -547,10 +537,10 @@ def update_seconds(
     num_pieces: int = 1,
     on_device: bool = False,
 ) -> float:
-    """Seconds of the optimizer's steps on pieces, when nothing interferes.
+    """Seconds of the optimizer's steps on pieces, without interference.
 
-    Kernels of an accelerator are launched by the thread that launches compute, in seconds of its
-    own (`move_s`); on the host each piece is a step that starts by itself.
+    The compute thread launches an accelerator's kernels, in its own seconds (`move_s`); on the host
+    each piece is a step with its own start-up cost.
     """
     if on_device:
         return num_parameters / optimizer.device_parameters_per_s
@@ -562,16 +552,16 @@ def _chunk_live_ranges(
 ) -> list[LiveRange]:
     """A chunk's states or buffers, and the gradients that wait between slots.
 
-    On one device, gradients to which micro-batches add up there stand all the time, and those of
-    persistent chunks until they are updated. On several, all are added up there, whole, until they
-    are reduced, or this rank's shard of their sums. A persistent chunk that no gradient reaches is
-    its parameters alone, on one device; an offloaded one has room for all.
+    On one device, gradients that accumulate there are always live, those of persistent chunks until
+    their update. On several, all accumulate there, whole, until reduced, or as this rank's shard of
+    the sums. On one device a persistent chunk without gradients is only its parameters; an
+    offloaded one has room for both.
     """
     unit, count, states = profile.units[index], len(profile.units), option.decision
     if not unit.used_by:
         return []
     end, several = 2 * count, settings.group.num_devices > 1
-    # The gradient of a tied parameter grows from its last use to its first.
+    # A tied parameter's gradient grows from its last use to its first.
     first_gradient, last_gradient = end - 1 - max(unit.used_by), end - 1 - min(unit.used_by)
     adds_shard = settings.adds_shards and not states.is_persistent
     add_up = settings.micro_batches > 1 and not adds_shard
@@ -604,16 +594,16 @@ def _chunk_live_ranges(
     if states.is_persistent:
         hold("gradients", end if add_up else last_gradient + 1, end, unit.gradient_bytes)
     elif unit.num_parameters:
-        # The largest group of the gradients is copied while it stands, beside the rank's shards.
+        # The largest gradient group is copied, beside the rank's shards.
         copies = max(option.whole.each_gradients)
         copies += 0 if adds_shard else option.own.gradient_bytes  # else counted in every slot
         standing = copies + (0 if add_up else unit.gradient_bytes)
         room = _beyond_peak(index, profile, standing)
         hold("gradients", last_gradient, last_gradient, room)
-        # The shard that an update in backward takes away leaves with a move of the program.
+        # The shard that an update in backward consumes leaves with a move of the program.
         waits = settings.updates == "after backward" or states.tier == "device"
         if waits and option.home == "device" and not adds_shard:
-            # Before the update it stands, if at all, in place of what was added up.
+            # Before the update it replaces the accumulated gradients, if any.
             own = option.own.gradient_bytes
             more = max(0, own - unit.gradient_bytes) if add_up else own
             hold("gradients", last_gradient + 1, end - 1, more)
@@ -622,7 +612,7 @@ def _chunk_live_ranges(
 
 
 def _step_workspace(index: int, profile: Profile) -> float:
-    """Bytes of the workspace of the device's step on a chunk, one parameter after the other."""
+    """Workspace bytes of the device's step on a chunk, one parameter at a time."""
     unit, optimizer = profile.units[index], profile.optimizer
     stepped = unit.largest_gradient_bytes or unit.gradient_bytes
     found = stepped * optimizer.workspace_fraction * unit.reached
@@ -630,10 +620,10 @@ def _step_workspace(index: int, profile: Profile) -> float:
 
 
 def _beyond_peak(index: int, profile: Profile, standing: int) -> int:
-    """Bytes that what stands when a unit's last slot ends takes beyond the slot's own peak.
+    """Bytes live after a unit's last slot that exceed the slot's own peak.
 
-    Of the unit's activations nothing is left by then but what the slot after this one starts with.
-    Gradients of units before it that begin there stand besides.
+    Of the unit's activations only the next slot's inputs remain; gradients of earlier units that
+    begin there are live, too.
     """
     following = profile.units[index - 1].forms if index else ()
     passed_on = min((form.backward_peak_bytes for form in following), default=0)
@@ -650,12 +640,12 @@ def _beyond_peak(index: int, profile: Profile, standing: int) -> int:
 def staging_parts(
     state: StateOption, optimizer: OptimizerCost, *, on_device: bool
 ) -> tuple[tuple[str, float, int], ...]:
-    """Parts of a chunk's staging: name, bytes, and how many stand at once.
+    """Parts of a chunk's staging: name, bytes, and how many are live at once.
 
-    The largest of each part counts, of all chunks that are updated on the device or, for the memory
-    below, that are not. A piece may be larger than its even share, because of where it is cut. On
-    the device one piece more stands than passes through: of what has no states yet, the optimizer
-    makes them. Gradients of several micro-batches arrive below.
+    Each part counts at its largest over all chunks updated on the device or, for the host,
+    elsewhere. A piece may exceed its even share, because of its cuts. On the device one more piece
+    is live than passes through: the optimizer makes missing states. Gradients of several
+    micro-batches arrive on the host.
     """
     needs, pieces = state.staging, STAGING_PIECES + on_device
     if state.decision.update_on_device != on_device:
@@ -671,7 +661,7 @@ def staging_parts(
 def staging_bytes(
     states: Sequence[StateOption], profile: Profile, *, on_device: bool = False
 ) -> int:
-    """Bytes of the buffers that optimizer states pass through, with the step's workspace."""
+    """Bytes of staging buffers for optimizer states, with the step's workspace."""
     largest: dict[str, int] = {}
     for state in states:
         for name, size, times in staging_parts(state, profile.optimizer, on_device=on_device):
@@ -685,7 +675,7 @@ def tier_staging_bytes(
     states: Sequence[StateOption],
     implications: Implications,
 ) -> int:
-    """Bytes of staging on a tier, all the time: of units that do the same, one is as much as all.
+    """Bytes of permanent staging on a tier: similar units share it.
 
     A CPU machine's memory is the device. Beside an accelerator, bytes pass through host memory to
     the optimizer, and to files.
@@ -702,7 +692,7 @@ def tier_staging_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundProgram(Program):
-    """A program with the plan that it is of, and what its decisions imply for a profile."""
+    """A program with its plan and the implications of its decisions for a profile."""
 
     units: tuple[UnitPlan, ...]
     implications: Implications = field(compare=False)
@@ -714,7 +704,7 @@ class BoundProgram(Program):
         return self.implications.profile
 
     def tier_bytes(self, tier: TierName) -> int:
-        """The most that a tier below the device holds: states, swapped activations, staging."""
+        """The peak of a tier below the device: states, swapped activations, staging."""
         total = sum(option.tier_bytes.get(tier, 0) for option in self.activations)
         total += sum(option.tier_bytes.get(tier, 0) for option in self.states)
         return total + self.staging_bytes(tier)

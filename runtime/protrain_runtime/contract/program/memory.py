@@ -1,4 +1,4 @@
-"""Bytes on each tier, slot by slot. The one place that adds them up.
+"""Bytes on each tier, slot by slot: the only place that adds them up.
 
 In forward slot u of a program, the device holds
 
@@ -10,14 +10,13 @@ and in the backward slot of unit u
          + gradients of slots before + transfers(slot)
 
 where level(u) sums kept - swapped over the units up to u, and transfers are the chunk buffers on
-the device, what was fetched ahead, and what has not left yet by the program's own waits. Since
-a program waits for moves and never for a clock, no speed of the lanes makes it exceed this.
+the device, prefetched bytes, and bytes not yet evicted by the program's own waits. A program waits
+for moves and never for a clock, so these bounds hold at any speed of the lanes.
 
-On several devices all of it is one rank's. Gradients of shared chunks are copied to the buffers in
-which they are reduced, group by group, when their slot ends: room for the largest group, and for
-the rank's shard of the sum, is counted in that slot as far as it exceeds what the slot itself took.
-
-`exceeded` compares what a step took with all that.
+On several devices all bytes are one rank's. Gradients of shared chunks are copied to reduction
+buffers group by group, at the end of their slot: the largest group, and the rank's shard of the
+sum, count in that slot as far as they exceed the slot's own bytes. `exceeded` compares a step's
+bytes with these.
 """
 
 import re
@@ -61,22 +60,19 @@ class SlotBytes:
 
 
 def live_ranges(program: BoundProgram) -> Iterator[LiveRange]:
-    """Everything that stands on the device, from the start of a slot to the end of another.
-
-    Slot 2U, after the last one, is the update of the persistent chunks.
-    """
+    """All live ranges on the device, by first and last slot; slot 2U is the device's update."""
     end, settings = len(program.slots), program.settings
     yield LiveRange("base", 0, 0, end, base_bytes(program.profile, settings))
     for activation, state in zip(program.activations, program.states, strict=True):
         yield from (*activation.live_ranges, *state.live_ranges)
     for slot_index, slot in enumerate(program.slots):
-        for number in slot.submit:  # what is fetched ahead of its slot
+        for number in slot.submit:  # prefetches
             move = program.moves[number]
             if slot_index < move.slot and (size := _room(move, program.states[move.unit])):
                 yield LiveRange("fetched ahead", move.unit, slot_index, move.slot - 1, size)
     gone_at = dict.fromkeys(program.reduced, end) | _gone_at(program)
-    # By unit: the slot of the next step before which what its update held has left. What entered
-    # the lane before the moves that are waited for has ended with them.
+    # By unit: the slot of the next step before which its update's buffers have left. Moves ahead in
+    # the lane have ended with the awaited ones.
     gone_after: dict[int, int] = {}
     for index, slot in enumerate(program.slots):
         for number in slot.drained_before:
@@ -85,7 +81,7 @@ def live_ranges(program: BoundProgram) -> Iterator[LiveRange]:
                 if last <= number and program.moves[last].lane == lane:
                     gone_after.setdefault(unit, index)
     runs_on = program.running_on
-    for number, move in enumerate(program.moves):  # what has not left after its slot
+    for number, move in enumerate(program.moves):  # not yet evicted after its slot
         size = _held_until_moved(move, program.states[move.unit])
         gone = gone_at.get(number, end + 1)
         if size and gone > move.slot + 1:
@@ -100,7 +96,7 @@ def live_ranges(program: BoundProgram) -> Iterator[LiveRange]:
 
 
 def base_bytes(profile: Profile, settings: StepSettings) -> int:
-    """Bytes on the device in every slot, whatever is decided."""
+    """Bytes on the device in every slot, for any plan."""
     gaps = (
         gap_bytes(profile.tensors, profile.hardware.device.kind)
         if settings.group.num_devices > 1
@@ -125,9 +121,9 @@ _WIDTHS = {"complex128": 16, "complex64": 8, **HANDED_SIZES}
 
 @cache
 def gap_bytes(tensors: tuple[str, ...], device: DeviceKind = "cpu") -> int:
-    """Bytes between the parameters of sharded chunks at most, from a profile's `tensors`.
+    """Upper bound of bytes between parameters of sharded chunks, from a profile's `tensors`.
 
-    Each starts at a multiple of SHARD_ALIGNMENT; those of most models are as long. With counters.
+    Each starts at a multiple of SHARD_ALIGNMENT; most models' are multiples. Counters included.
     """
     alignment, counters = SHARD_ALIGNMENT, _COUNTER_BYTES
     if is_accelerator(device):
@@ -145,7 +141,7 @@ def gap_bytes(tensors: tuple[str, ...], device: DeviceKind = "cpu") -> int:
 
 
 def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
-    """Bytes on a CPU machine while a checkpoint is written or read, between two steps."""
+    """Bytes on a CPU machine while a checkpoint is written or read, between steps."""
     standing = sum(
         unit.parameter_bytes + (unit.state_bytes if unit.reached else 0)
         for plan, unit in zip(plans, profile.units, strict=True)
@@ -155,10 +151,10 @@ def checkpoint_bytes(plans: Sequence[UnitPlan], profile: Profile) -> int:
 
 
 def evaluation_bytes(program: BoundProgram) -> int:
-    """The most that stands while the model is evaluated between a forward and its backward.
+    """The peak of an evaluation between a forward and its backward.
 
-    Beside what waits for backward, such a forward of a batch of the profile's size holds no more
-    than one that keeps as little as can be, and the chunks of one unit at a time.
+    Beside bytes that wait for backward, such a forward of a profiled batch holds at most a forward
+    that keeps the minimum, and one unit's chunks at a time.
     """
     last = program.num_units - 1
     waiting = program.activations[last]
@@ -184,10 +180,7 @@ def evaluation_bytes(program: BoundProgram) -> int:
 
 
 def _gone_at(program: Program) -> dict[int, int]:
-    """For each move that a slot waits for before it starts: the first such slot.
-
-    The pieces of one chunk are written in order: a wait for one covers those before.
-    """
+    """The first slot that waits for each move, by itself or a later piece of its chunk."""
     slots: dict[int, int] = {}
     for index, slot in enumerate(program.slots):
         for number in slot.drained:
@@ -202,37 +195,34 @@ def _gone_at(program: Program) -> dict[int, int]:
 
 
 def _room(move: Move, state: StateOption) -> int:
-    """Device bytes that what arrives takes from the slot that submits the move.
-
-    A rank's shard is read into its place among the others', which are gathered there.
-    """
+    """Bytes that an arrival allocates; a rank's shard is read into the gather buffer."""
     if move.kind == "swap in":
         return move.bytes
     if move.kind == "all-gather" and state.fetches:
-        return 0  # the fetch before it has taken it
+        return 0  # allocated by the fetch before
     sizes = state.whole.each_parameters
     held = pieces_in(sizes, move.share)
     if state.from_disk and move.lane.tier == "disk":
         near = state.fetches[0].pieces[held.start : held.stop]
         if any(near):
-            return 0  # so has the fetch from host memory
+            return 0  # or by the fetch from host memory
     return sum(sizes[held.start : held.stop])
 
 
 def _held_until_moved(move: Move, state: StateOption) -> int:
-    """Device bytes that stand until the move has ended."""
+    """Device bytes live until the move ends."""
     if move.kind in ("swap out", "spill gradients", "reduce-scatter"):
         return move.bytes
     if move.kind != "write states" or not (leaving := state.in_place):
         return 0
-    if state.scattered:  # the shard of the gradients waits for the last piece of the update
+    if state.scattered:  # the gradients' shard waits for the update's last piece
         return leaving.held if move.stop == state.own.num_parameters else 0
     held = pieces_in(leaving.pieces, move.share)
     return sum(leaving.held_pieces[held.start : held.stop])
 
 
 def device_bytes(program: BoundProgram) -> tuple[SlotBytes, ...]:
-    """The most that the device can hold in each slot; the last entry is the device's update."""
+    """Upper bounds of device bytes in each slot; the last entry is the device's update."""
     kinds: list[dict[LiveRangeKind, int]] = [{} for _ in range(len(program.slots) + 1)]
     for held in live_ranges(program):
         for slot in range(held.first, held.last + 1):
@@ -251,7 +241,7 @@ def device_totals(program: BoundProgram) -> list[int]:
 
 
 def peak_bytes(program: BoundProgram, slots: Sequence[SlotBytes] | None = None) -> TierBytes:
-    """The most that a step takes of each tier; `slots` are its `device_bytes`, if known."""
+    """A step's peak on each tier; `slots` are its `device_bytes`, if known."""
     device = program.profile.hardware.device
     there = {tier.name for tier in program.profile.hardware.tiers}
     return TierBytes(
@@ -265,7 +255,7 @@ def peak_bytes(program: BoundProgram, slots: Sequence[SlotBytes] | None = None) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excess:
-    """More than was promised, and where: `the device's tensors in the backward of layers.3`."""
+    """Bytes over the prediction, and where: `the device's tensors in the backward of layers.3`."""
 
     where: str
     predicted_bytes: int
@@ -284,18 +274,18 @@ def slot_name(plan: Plan, slot: int) -> str:
 
 
 def promised_bytes(plan: Plan, profile: Profile) -> tuple[int, ...]:
-    """The most that the device's tensors take in every slot, and in the update after them."""
+    """Predicted peaks of device tensors in every slot, and in the update after them."""
     return tuple(slot.total for slot in device_bytes(program_of(plan, profile)))
 
 
 def exceeded(
     plan: Plan, measured: TierBytes, slots: Sequence[int], profile: Profile | None = None
 ) -> tuple[Excess, ...]:
-    """The excesses of a step over its plan's promises, the largest first.
+    """A step's excesses over its plan's predictions, largest first.
 
-    `slots` are the measured bytes of the device's tensors in every slot and in the update, none or
-    one where slots were not distinguished. Without the profile their highest is compared, with the
-    step's. What an allocator or a library took besides is compared where it was `measured`.
+    `slots` are measured bytes of device tensors in every slot and in the update; none or one if
+    slots were not distinguished. Without the profile their highest is compared with the step's.
+    Bytes of an allocator or a library are compared if `measured`.
     """
     promised, told_apart = plan.prediction.peak_bytes, len(slots) == 2 * len(plan.units) + 1
     compared: list[tuple[str, int, int]] = []

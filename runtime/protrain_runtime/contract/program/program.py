@@ -1,41 +1,38 @@
-"""A plan compiled: the ordered moves of one training step, on named lanes, with what they wait for.
+"""A plan compiled: one training step's ordered moves, on named lanes, with their waits.
 
 The simulator reads a `Program` with a profile's durations; the runtime executes the same one. Unit
 u of U computes in slot u (forward) and in slot 2U - 1 - u (backward).
 
-What happens around a slot, in this order, in both readers:
+Both readers treat a slot in this order:
 
-1. the `drained` moves have ended, and of the step before those in `drained_before`: their bytes
+1. the `drained` moves have ended, and those in `drained_before` of the previous step: their bytes
    have left the device;
 2. the `submit` moves (fetches) enter their lanes;
-3. the `ready` moves have ended: what the slot reads is on the device;
+3. the `ready` moves have ended: the slot's inputs are on the device;
 4. the slot computes;
-5. the chunks in `release` leave the device, and the `finish` moves (what the slot produced) enter
-   their lanes.
+5. the chunks in `release` leave the device, and the `finish` moves (the slot's outputs) enter their
+   lanes.
 
-After the last slot the moves in `reduced` have ended, and the device updates the persistent chunks
-and its shares of those that are sharded over the devices. Where offloaded chunks are updated
-after backward, all moves end first (clipping needs the norm of all gradients), and the `last` moves
-enter their lanes when that update begins. `speculative` updates wait for none of it: they run in
-backward and on. A step that is clipped has another program, which begins with the same moves; its
-`last` moves do those updates again.
+After the last slot and the moves in `reduced`, the device updates the persistent chunks and its
+shards of sharded ones. If offloaded chunks are updated after backward, all moves end first
+(clipping needs the norm of all gradients), and the `last` moves enter their lanes when that update
+begins. `speculative` updates do not wait: they run from backward on. A clipped step has another
+program, which begins with the same moves; its `last` moves repeat those updates.
 
-A step ends when every move has ended. Where steps overlap, updates of offloaded chunks run on into
-the next one (`running_on`). Its forward fetches what is updated, and by `updates` each fetch knows
-what it waits for. So no update runs any more when backward begins.
+A step ends with its last move. If steps overlap, updates of offloaded chunks run on into the next
+one (`running_on`). Its forward fetches the updated chunks; `updates` names each fetch's awaited
+move. No update is left when backward begins.
 
-A lane runs its moves one at a time in the order in which they were submitted; a move starts when
-the moves in `after` have ended. Every move waits only for moves submitted before it, so no order
-of events can deadlock. Since each wait is stated here and none depends on a clock, the bytes that
-can stand on the device in a slot do not depend on how fast the lanes are.
+A lane runs its moves one at a time, in order of submission; a move starts when the moves in `after`
+have ended. Moves wait only for earlier moves, so deadlock is impossible. All waits are stated here
+and none depends on a clock: the device's bytes in a slot do not depend on the lanes' speed.
 
-On several devices every rank has the same program. All collectives are on the one lane
-`collect`, so that every rank meets them in the same order. A chunk's buffers are padded so that
-each rank's shard of a group is a range of `shard_bytes`; `padded` and `shard_of` say what that
-makes of a chunk. What a slot reads is then a fetch of the rank's own range and an all-gather of the
-others'; frozen parameters with a common copy are fetched whole. A unit's gradients are summed when
-its own backward slot has ended: those of a persistent chunk for every rank, those of others for the
-rank that has them.
+On several devices every rank has the same program. All collectives are on the lane `collect`: every
+rank meets them in the same order. A chunk's buffers are padded: each rank's shard of a group is a
+range of `shard_bytes` (see `padded`, `shard_of`). A slot's input is then a fetch of the rank's own
+range and an all-gather of the others'; frozen parameters with a common copy are fetched whole. A
+unit's gradients are reduced after its backward slot: a persistent chunk's for every rank, others
+for the rank that owns them.
 """
 
 from bisect import bisect_right
@@ -68,7 +65,7 @@ MoveKind = Literal[
 ]
 
 SAVING_BYTES = 2**20
-"""Host buffer through which bytes pass on their way to a checkpoint and back."""
+"""Host buffer for bytes on their way to and from a checkpoint."""
 
 STAGING_PIECES = 3
 """Pieces of optimizer states in memory at once: one being read, one updated, one written. As many
@@ -95,10 +92,10 @@ loop of operators (`docs/decisions/seconds.md`). Runs of a quarter cost a fused 
 tenth."""
 
 COMPUTE = "compute"
-"""Name of the lane on which slots run; moves have the others."""
+"""The lane of slots; moves have the others."""
 
 LAUNCHES = "launch"
-"""Name of the thread that launches an accelerator's work, where its seconds are counted."""
+"""The thread that launches an accelerator's work, if its seconds are counted."""
 
 
 class Channel(NamedTuple):
@@ -126,12 +123,11 @@ OUTWARDS: tuple[Direction, ...] = ("spill", "write")
 class Lane(NamedTuple):
     """A lane beside compute: transfers to or from a tier, or an optimizer on offloaded chunks.
 
-    What compute waits for is fetched and spilled on lanes of its own; "read" and "write" carry
-    optimizer states, of which there is so much that nothing should stand behind them in a queue.
-    Updates of chunks on disk wait for their states, those of chunks in host memory do not: they
-    have a lane each, too. Of these two, the optimizer runs in host memory; on the lane
-    `UPDATE_ON_DEVICE` it shares the device with compute. `COLLECT` is the network between devices:
-    no tier.
+    Fetches and spills, which compute waits for, have their own lanes; "read" and "write" carry
+    optimizer states, too many bytes for anything to queue behind them. Updates of chunks on disk
+    wait for their states, those of chunks in host memory do not: separate lanes, too. Both run in
+    host memory; on the lane `UPDATE_ON_DEVICE` the optimizer shares the device with compute.
+    `COLLECT` is the network between devices: no tier.
     """
 
     direction: Direction
@@ -139,7 +135,7 @@ class Lane(NamedTuple):
 
     @property
     def channel(self) -> Channel:
-        """The resource that it shares with other lanes; states go inwards to an optimizer."""
+        """The resource shared with other lanes; states go inwards to an optimizer."""
         if self.direction == "update" and self.tier != "device":
             return UPDATES
         return Channel(self.tier or "network", self.direction in INWARDS)
@@ -155,7 +151,7 @@ UPDATE_ON_DEVICE = Lane("update", "device")
 """The device's optimizer on chunks in host memory."""
 
 UPDATES, NETWORK = Channel("update"), COLLECT.channel
-"""The optimizer's threads beside compute, and what joins the devices."""
+"""The optimizer's threads beside compute, and the network between devices."""
 
 SHARD_ALIGNMENT = 256
 """Parameters of sharded chunks start, and are cut, at multiples of this many bytes: 64 float32
@@ -177,10 +173,10 @@ each at least: over PCIe at 25 GB/s some 80 us for each of eight ranks, several 
 class ChunkSize:
     """Bytes of the chunk of states first used in a unit, and the units that read it.
 
-    The pieces are the same bytes in groups of whole parameters (see `grouped`); empty: one group.
-    `uneven_state_bytes` are those of states that some parameters have beyond the most usual bytes
-    per element: one piece of the chunk may have them all. `largest_gradient_bytes` are those of the
-    largest parameter, 0 if unknown.
+    Pieces are the same bytes in groups of whole parameters (see `grouped`); empty: one group.
+    `uneven_state_bytes` are states that some parameters have beyond the most common bytes per
+    element: one piece may have them all. `largest_gradient_bytes` are the largest parameter's, 0 if
+    unknown.
     """
 
     parameter_bytes: int
@@ -195,7 +191,7 @@ class ChunkSize:
 
     @property
     def stepped_bytes(self) -> int:
-        """Gradient bytes of what the optimizer steps on at a time: at most all of them."""
+        """Gradient bytes that the optimizer steps on at a time, at most all."""
         return min(self.largest_gradient_bytes or self.gradient_bytes, self.gradient_bytes)
 
     @property
@@ -210,18 +206,18 @@ class ChunkSize:
 
 
 def shard_bytes(num_bytes: int, num_shards: int) -> int:
-    """A rank's range of a buffer that all of them share."""
+    """A rank's range of a sharded buffer."""
     return -(-num_bytes // (num_shards * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
 
 
 def common_pieces(chunk: ChunkSize) -> tuple[int, ...]:
-    """Bytes of the frozen parameters in each piece of the parameters, as a common copy has them."""
+    """Frozen bytes in each piece of the parameters, as in a common copy."""
     pairs = zip(chunk.each_parameters, chunk.each_gradients, strict=True)
     return tuple(in_blocks(size - gradient, SHARD_ALIGNMENT) for size, gradient in pairs)
 
 
 def disk_pieces(chunk: ChunkSize, sixteenths: int) -> tuple[int, ...]:
-    """Bytes of each piece of the parameters that lie on disk: the first frozen ones, in pages."""
+    """Bytes on disk of each piece of the parameters: the first frozen ones, in pages."""
     left = (chunk.parameter_bytes - chunk.gradient_bytes) * sixteenths // 16
     left -= left % PAGE_BYTES
     found: list[int] = []
@@ -234,9 +230,8 @@ def disk_pieces(chunk: ChunkSize, sixteenths: int) -> tuple[int, ...]:
 def shard_of(chunk: ChunkSize, settings: StepSettings, *, common_copy: bool = False) -> ChunkSize:
     """One rank's part of a sharded chunk; on one device, the chunk itself.
 
-    In each group of whole parameters, the trainable ones and the frozen ones are shared by
-    themselves. Padding counts as trainable parameters. With a common copy of the frozen ones, they
-    are no rank's part.
+    In each group of whole parameters, trainable and frozen ones are sharded separately. Padding
+    counts as trainable parameters. With a common copy, frozen ones are not sharded.
     """
     if settings.group.num_devices == 1:
         return chunk
@@ -266,7 +261,7 @@ def shard_of(chunk: ChunkSize, settings: StepSettings, *, common_copy: bool = Fa
 
 
 def padded(chunk: ChunkSize, settings: StepSettings, *, common_copy: bool = False) -> ChunkSize:
-    """The parts of all ranks that share a chunk, and its common copy: the size of its buffers."""
+    """All ranks' parts of a chunk, and its common copy: the size of its buffers."""
     if settings.group.num_devices == 1:
         return chunk
     own = shard_of(chunk, settings, common_copy=common_copy)
@@ -287,19 +282,19 @@ def padded(chunk: ChunkSize, settings: StepSettings, *, common_copy: bool = Fals
 class Move(NamedTuple):
     """One transfer or update. (Not a dataclass: searches make millions, and tuples are quick.)
 
-    `bytes` are 0 for updates, and for swaps where no profile says what a unit's activations are:
-    the runtime meets them when they are saved. Of a collective, they are those of the buffers that
-    it fills or sums on each rank, of which others have all but the rank's own shard.
+    `bytes` are 0 for updates, and for swaps without a profile: the runtime learns their size when
+    they are saved. For a collective, they are the buffers that it fills or sums on each rank, the
+    rank's own shard included.
 
-    `start:stop` are the trainable parameters of a piece of states. `share` is the part of a
-    chunk's or a unit's bytes that a fetch, a swap or a spill moves; see `pieces_in`. That of
-    "write states" after an update in place is the part of the chunk's parameters and gradients
-    that leaves the device with it.
+    `start:stop` are the trainable parameters of a piece of states. `share` is the part of a chunk's
+    or unit's bytes that a fetch, a swap or a spill moves; see `pieces_in`. For "write states" after
+    an update in place it is the part of the chunk's parameters and gradients that leaves the device
+    with it.
     """
 
     kind: MoveKind
     unit: int
-    slot: int  # the slot that it serves (fetches), or that produced what it moves
+    slot: int  # the slot served (fetches), or the producing one
     lane: Lane
     bytes: int = 0
     start: int = 0
@@ -315,37 +310,37 @@ class Slot:
     unit: int
     forward: bool
     drained: list[int] = field(default_factory=list[int])
-    drained_before: list[int] = field(default_factory=list[int])  # moves of the step before
+    drained_before: list[int] = field(default_factory=list[int])  # of the previous step
     submit: list[int] = field(default_factory=list[int])
     ready: list[int] = field(default_factory=list[int])
-    stepped: list[int] = field(default_factory=list[int])  # units: compute updates their chunks
-    release: list[int] = field(default_factory=list[int])  # units whose chunk buffer goes
+    stepped: list[int] = field(default_factory=list[int])  # units whose chunks compute updates
+    release: list[int] = field(default_factory=list[int])  # units whose chunk buffers are released
     finish: list[int] = field(default_factory=list[int])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The moves of one forward and backward, and the slots that they stand around.
+    """The moves of one forward and backward, and their slots.
 
-    `updating` where an update follows: not in the micro-batches before the last, which end when
-    every move has ended. Where steps overlap, `updates` has by unit the last move of its update,
-    for which the next step's fetches of it wait; else it is empty. `speculative` are the moves of
-    updates that run in backward though all others wait for its end.
+    `updating` if an update follows: earlier micro-batches end with their last move instead. If
+    steps overlap, `updates` has by unit the last move of its update, for which the next step's
+    fetches of it wait; else it is empty. `speculative` are the moves of updates in backward if
+    others wait for its end.
     """
 
     moves: tuple[Move, ...]
     slots: tuple[Slot, ...]
-    last: tuple[int, ...]  # moves that are submitted when the device's update begins
+    last: tuple[int, ...]  # submitted when the device's update begins
     device: DeviceKind
     settings: StepSettings
     updating: bool
-    reduced: tuple[int, ...] = ()  # that have ended before backward does: sums of gradients
+    reduced: tuple[int, ...] = ()  # ended before backward does: sums of gradients
     updates: Mapping[int, int] = field(default_factory=dict[int, int])
     speculative: frozenset[int] = frozenset()
 
     @property
     def running_on(self) -> frozenset[int]:
-        """The moves that may run when the next step has begun."""
+        """Moves that may still run in the next step."""
         if not self.updates:
             return frozenset()
         chain = ("read states", "update", "write states")
@@ -353,12 +348,12 @@ class Program:
 
     @property
     def again(self) -> frozenset[int]:
-        """The moves of a clipped step that do its speculative updates again."""
+        """A clipped step's repeats of its speculative updates."""
         units = {self.moves[number].unit for number in self.speculative}
         return frozenset(n for n in self.last if self.moves[n].unit in units)
 
     def awaited(self, move: Move) -> int | None:
-        """The move of the step before that a move waits for."""
+        """The previous step's move that a move waits for."""
         fetches = move.kind == "fetch" and move.slot < self.num_units
         return self.updates.get(move.unit) if fetches else None
 
@@ -367,7 +362,7 @@ class Program:
         return len(self.slots) // 2
 
     def slot_name(self, index: int) -> str:
-        """A slot's name in a timeline; that after the last slot is the device's update."""
+        """A slot's timeline name; the slot after the last is the device's update."""
         if index == len(self.slots):
             return "update on the device"
         slot = self.slots[index]
@@ -411,13 +406,13 @@ def unit_words(units: Sequence[Unit | UnitPlan], index: int) -> str:
 
 
 def grouped(sizes: Sequence[int]) -> list[range]:
-    """Consecutive tensors in at most MAX_PIECES groups of about equal bytes, by their indices."""
+    """Index ranges of consecutive tensors: at most MAX_PIECES groups of about equal bytes."""
     total, groups = sum(sizes), list[range]()
     first = done = 0
     for index, size in enumerate(sizes):
         done += size
-        # The group ends with the tensor that brings it to its share of what is left, the last group
-        # with the last tensor (which may be empty).
+        # A group ends with the tensor that reaches its share of the rest, the last group with the
+        # last tensor (which may be empty).
         left = MAX_PIECES - len(groups)
         full = left > 1 and done >= (total - sum(sizes[:first])) / left
         if full or index == len(sizes) - 1:
@@ -428,10 +423,7 @@ def grouped(sizes: Sequence[int]) -> list[range]:
 
 @lru_cache(maxsize=100_000)
 def pieces_in(sizes: tuple[int, ...], share: tuple[float, float]) -> range:
-    """The pieces that lie in a share of the bytes, first to last; a cut one is in the later share.
-
-    So the shares (0, f) and (f, 1) hold every piece once. (All ask for the same again and again.)
-    """
+    """The pieces in a share of the bytes; a cut one is in the later share. (Cached.)"""
 
     def before(fraction: float) -> int:
         if fraction <= 0 or fraction >= 1:
@@ -442,10 +434,7 @@ def pieces_in(sizes: tuple[int, ...], share: tuple[float, float]) -> range:
 
 
 def parts(sizes: Sequence[int]) -> list[float]:
-    """The ends, as fractions, of the parts of a chunk that is fetched and gathered.
-
-    While one part is gathered, the next is fetched: up to `MAX_PARTS` of whole pieces.
-    """
+    """The ends, as fractions, of parts whose fetch and gather overlap: `MAX_PARTS` at most."""
     total, ends, since = sum(sizes), list[float](), 0
     for done in accumulate(sizes):
         if done - since >= max(MIN_PART_BYTES, total / MAX_PARTS) or done == total:
@@ -455,7 +444,7 @@ def parts(sizes: Sequence[int]) -> list[float]:
 
 
 def shares(slots: float) -> tuple[int, float]:
-    """A lead or drain as whole slots, and the fraction of the bytes that has one slot more."""
+    """Whole slots of a lead or drain, and the fraction of bytes with one slot more."""
     whole = floor(slots)
     return whole, slots - whole
 
@@ -469,19 +458,19 @@ PASSAGES = 3
 loads and saves."""
 
 REQUEST_BYTES = 2**20
-"""The most that one request to a file moves, and what its staging takes."""
+"""Most bytes of one request to a file, and of its staging."""
 
 NUM_REQUESTS = 4
-"""Requests to one file at a time, of all threads through staging."""
+"""Concurrent requests to one file, of all threads through staging."""
 
 EDGE_BYTES = 2**18
-"""Bytes of a file's blocks that are kept in memory, as ranges began or ended inside them."""
+"""Bytes of cached blocks of a file at ends of ranges."""
 
 FILE_BYTES = NUM_REQUESTS * REQUEST_BYTES + EDGE_BYTES
-"""Host bytes of a spill file besides what passes to an accelerator."""
+"""Host bytes of a spill file, besides passages to an accelerator."""
 
 PASSING_BYTES = PASSAGES * PASSAGE_BYTES + FILE_BYTES
-"""Host bytes of all that, as soon as anything is on disk."""
+"""Host bytes of files and passages, as soon as anything is on disk."""
 
 PAGE_BYTES = 4096
 
@@ -493,7 +482,7 @@ of the file have addresses that direct I/O takes."""
 
 
 def file_bytes(num_bytes: int, block: int = PAGE_BYTES) -> int:
-    """Bytes of a region of a spill file: blocks of its own, where its file has blocks."""
+    """Bytes of a region of a spill file, in its own blocks if the file has blocks."""
     return in_blocks(region_begin(num_bytes, block) + num_bytes, block)
 
 
@@ -511,14 +500,11 @@ class Residency(NamedTuple):
     """One stay of a chunk's parameters on the device, from its fetch to its release."""
 
     first: int  # the slot that the fetch serves
-    last: int  # the last slot before the release
+    last: int  # the last slot before release
 
 
 def residencies(states: Placement, used_by: Sequence[int], num_units: int) -> list[Residency]:
-    """When an offloaded chunk stands on the device.
-
-    For each run of consecutive slots that read it; kept gathered, from the first use to the last.
-    """
+    """The stays of an offloaded chunk: one per run of slots, or a single one if kept gathered."""
     # Forward of its users, then their backward.
     slots = [*used_by, *(2 * num_units - 1 - unit for unit in reversed(used_by))]
     if states.keep_gathered:
@@ -533,12 +519,12 @@ def residencies(states: Placement, used_by: Sequence[int], num_units: int) -> li
 
 
 def block_bytes(device: DeviceKind) -> int:
-    """The block to which devices of this type round a tensor's bytes up."""
+    """The block to which devices of this type round a tensor's bytes."""
     return BLOCK_BYTES if is_accelerator(device) else 1
 
 
 def in_blocks(size: int, block: int) -> int:
-    """Bytes of a tensor of `size` bytes in blocks of `block`; so for elements."""
+    """`size` rounded up to a multiple of `block`."""
     return -(-size // block) * block
 
 
@@ -577,16 +563,12 @@ def gradient_home(states: Placement, settings: StepSettings, device: DeviceKind)
 
 
 def reads_gradients(states: Placement, settings: StepSettings, device: DeviceKind) -> bool:
-    """Whether an update that moves states brings gradients with them, from where they wait.
-
-    They wait on the same tier, or an optimizer may not write to them: a clipped step needs them
-    again.
-    """
+    """Whether an update that moves states brings gradients: same tier, or needed again."""
     return gradient_home(states, settings, device) == states.tier or states.speculate
 
 
 def written_share(chunk: ChunkSize, start: int, stop: int) -> tuple[float, float]:
-    """The part of a chunk's parameters that no later piece needs, once `start:stop` is written."""
+    """The part of a chunk's parameters without later pieces, once `start:stop` is written."""
     sizes = chunk.each_parameters
     ends = [done * chunk.num_parameters for done in accumulate(chunk.each_gradients)]
     total, fractions = sum(sizes), []

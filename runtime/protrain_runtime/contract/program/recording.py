@@ -1,4 +1,4 @@
-"""A recorded step: what ran when, under the names of the simulated one. JSON, read strictly.
+"""A recorded step: slots and moves in time, by the simulated names. JSON, read strictly.
 
     {"protrain": "recording", "version": 1,
      "plan_fingerprint": "sha256:...",
@@ -6,10 +6,9 @@
      "events": [{"lane": "fetch disk", "name": "fetch 3 @3", "start_s": 0.51, "end_s": 0.53}],
      "slot_bytes": [681000000]}
 
-A recording is of one step, with micro-batches of the last of them and the update after it. Names
-are those of `Program.slot_name`, which run on the lane "compute", and of `Program.move_name`; each
-stands there at most once. Seconds count from the step's
-beginning.
+A recording is of one step; with micro-batches, of the last one and the update. Names, each at most
+once, are those of `Program.slot_name`, on the lane "compute", and of `Program.move_name`. Seconds
+count from the step's beginning.
 """
 
 import json
@@ -38,7 +37,7 @@ Instant = Annotated[float, Meta(ge=0, lt=1e12)]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A slot's compute, or a move, from start to end in seconds since the step began."""
+    """A slot's compute, or a move: start and end in seconds of the step."""
 
     lane: str
     name: str
@@ -47,11 +46,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One step of a plan as it ran.
-
-    `slot_bytes` are the peaks of tensors on the device in each slot, and last in the device's
-    update; empty where they were not counted.
-    """
+    """One recorded step; `slot_bytes` are peaks per slot, the update's last; may be empty."""
 
     protrain: str = KIND
     version: int = VERSION
@@ -62,12 +57,12 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def read_recording(path: str | Path) -> Recording:
-    """The recording in the file; RecordError where there is none."""
+    """The recording in the file; RecordError if invalid."""
     return loads_recording(read_text(path, most_bytes=MAX_FILE_BYTES), str(path))
 
 
 def write_recording(recording: Recording, path: str | Path) -> None:
-    """Write the recording, whole or not at all; RecordError where that cannot be done."""
+    """Write the recording atomically; RecordError if impossible."""
     replace_text(path, dumps_recording(recording))
 
 
@@ -79,7 +74,7 @@ def dumps_recording(recording: Recording) -> str:
 
 
 def loads_recording(text: str, source: str | None = None) -> Recording:
-    """The recording in the text; RecordError, naming `source`, where there is none."""
+    """The recording in the text; RecordError, naming `source`, if invalid."""
     hooks: Any = {"object_pairs_hook": _once, "parse_constant": _no_number}
     try:
         data = parsed_json(text, source, most=_MAX_NODES, **hooks)
@@ -97,7 +92,7 @@ def loads_recording(text: str, source: str | None = None) -> Recording:
 def check_recording(
     recording: Recording, plan: Plan, program: Program, source: str | None = None
 ) -> None:
-    """RecordError where the recording is not one of this plan's step."""
+    """RecordError if the recording is not of this plan's step."""
     document = Document("", source, msgspec.to_builtins(recording))
     if recording.plan_fingerprint != (expected := fingerprint(plan)):
         problem = f"recorded under another plan, {recording.plan_fingerprint}: this is {expected}"

@@ -1,7 +1,4 @@
-"""Requirements of placements: the steps on which they are open.
-
-The planner's options, pins, the compiler and the runtime ask this table and quote its words.
-"""
+"""Requirements of placements on the step, for planner, pins, compiler and runtime."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +18,8 @@ from protrain_runtime.contract.records.plan import (
 class Requirement:
     """A condition on the step for one kind of placement.
 
-    of     whether a placement is of that kind
-    holds  whether the step allows that placement
-    words  the steps that do, to follow "that is for"
-    fix    for the author of the plan
+    of     whether a placement is of that kind holds  whether the step allows that placement words
+    steps that do, after "that is for" fix    for the plan's author
     """
 
     of: Callable[[Placement], bool]
@@ -34,7 +29,7 @@ class Requirement:
 
 
 REQUIREMENTS = (
-    # Clipping waits for the norm of all gradients; those of several micro-batches stand until the
+    # Clipping waits for the norm of all gradients; several micro-batches' gradients stay until the
     # last one anyway; ranks sum them.
     Requirement(
         of=lambda states: states == OPTIMIZER_IN_BACKWARD,
@@ -42,7 +37,7 @@ REQUIREMENTS = (
         words="updates in backward, with one micro-batch, on one device",
         fix="make it persistent",
     ),
-    # Micro-batches follow, or ranks sum what they have of a gradient.
+    # Micro-batches follow, or ranks sum their gradients.
     Requirement(
         of=lambda states: states.speculate,
         holds=lambda step: step.updates == "after backward" and step.is_single,
@@ -72,13 +67,13 @@ REQUIREMENTS = (
 
 
 def unmet(states: Placement, step: StepSettings) -> Requirement | None:
-    """The requirement that keeps chunks from being placed so; None where they may be."""
+    """The first unmet requirement of a placement; None if it is allowed."""
     found = (one for one in REQUIREMENTS if one.of(states) and not one.holds(step))
     return next(found, None)
 
 
 def check_step(units: Sequence[UnitPlan], step: StepSettings) -> None:
-    """ProtrainError where the step is not one for the placements of its units, or overlaps."""
+    """ProtrainError if the step excludes a placement of its units, or overlaps."""
     for states in dict.fromkeys(unit.states for unit in units):
         if missing := unmet(states, step):
             index = [unit.states for unit in units].index(states)
@@ -104,7 +99,7 @@ def check_step(units: Sequence[UnitPlan], step: StepSettings) -> None:
 
 
 def refuse_pipeline(plan: Plan) -> None:
-    """ProtrainError if the plan is of a pipeline: one process trains all units here."""
+    """ProtrainError for a pipeline plan: one process trains all units here."""
     if plan.pipeline is not None:
         raise ProtrainError(
             f"the plan is of a pipeline with {plan.num_stages} stages, and one stage is"
