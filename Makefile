@@ -19,6 +19,8 @@ STAMP := .venv/.installed
 MARKERS ?= not slow and not gpu
 CHOSEN := $(if $(MARKERS),($(MARKERS)) and )
 JOBS ?= 2
+# Tests on the emulated device wait for its delays: one more of them than there are cores.
+EMULATED_JOBS ?= 3
 # One of so many parts of the tests: 2/4 is the second of four.
 SHARD ?= 1/1
 # What is installed; the tests of torchao's optimizers need `torchao`, too.
@@ -56,7 +58,7 @@ test: lint ## lint, check types, run the tests (all of them: make test MARKERS=)
 	@$(BIN)/mypy --no-error-summary > .mypy_cache/said 2>&1 & types=$$!; failed=0; \
 	export OMP_NUM_THREADS=$(THREADS) PYTHONDONTWRITEBYTECODE=; \
 	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)not emulated" || failed=1; \
-	$(BIN)/pytest -q -n $(JOBS) --shard $(SHARD) -m "$(CHOSEN)emulated" || test $$? -eq 5 || failed=1; \
+	$(BIN)/pytest -q -n $(EMULATED_JOBS) --shard $(SHARD) -m "$(CHOSEN)emulated" || test $$? -eq 5 || failed=1; \
 	wait $$types || { cat .mypy_cache/said; failed=1; }; exit $$failed
 
 mutations: $(STAMP) ## apply known mutations one by one: is each killed by the test that it names?
