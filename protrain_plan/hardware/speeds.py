@@ -46,7 +46,7 @@ from protrain_runtime.devices.lanes import Backend, take_threads
 from protrain_runtime.devices.stores import HostStore
 from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.chunk_layouts import make_chunk
-from protrain_runtime.states.known_optimizers import guarded
+from protrain_runtime.states.known_optimizers import in_turn
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.stepping import options_of
@@ -152,7 +152,7 @@ def lane_update(
 
     The states, 16 bytes of float32 per parameter with AdamW, are as long as what is returned.
     """
-    stored, factory = stepped.stored, guarded(optimizer_factory(stepped.optimizer))
+    stored, factory = stepped.stored, in_turn(optimizer_factory(stepped.optimizer))
     if stepped.precision == "master":
         factory = with_master_weights(factory)
     size = num_parameters // num_tensors

@@ -38,12 +38,14 @@ class SearchStage:
 class Solved:
     """A plan that meets the budgets.
 
-    gap            step_seconds / lower_bound_seconds - 1 of the plan's prediction status
-    "optimal" if the gap is at most the requested one, else "feasible" stall_seconds  simulated time
-    in which compute waits for transfers solve_seconds  of the search; if the plan was `kept`, of
-    the original search replicas       the candidates for the plan's number of replicas; none if
-    given seconds_without_disk  of the fastest plan found without the disk, if requested and
-    feasible search         the stages that ran, in order
+    gap            step_seconds / lower_bound_seconds - 1 of the plan's prediction
+    status         "optimal" where the gap is at most the one asked for, else "feasible"
+    stall_seconds  simulated time in which compute waits for transfers
+    solve_seconds  those of the search; where the plan was `kept`, of the one that found it
+    replicas       the numbers of replicas that the plan's was chosen from; none where it was given
+    seconds_without_disk  of the fastest plan found that does without the disk, where one was asked
+                   for and fits
+    search         the stages that ran, in order
     """
 
     plan: Plan

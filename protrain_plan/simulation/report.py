@@ -17,9 +17,10 @@ from protrain_runtime.contract.units import format_bytes, format_seconds
 class LaneReport:
     """A lane's work in a step.
 
-    busy_s       seconds with work utilisation  busy_s as a fraction of the step bytes
-    transferred; 0 for compute and the optimizer num_moves    its moves; for compute, slots that
-    take time
+    busy_s       seconds in which it runs something
+    utilisation  busy_s as a fraction of the step
+    bytes        what it transfers; 0 for compute and the optimizer
+    num_moves    moves that it runs; for compute, slots that take time
     """
 
     name: str

@@ -94,7 +94,7 @@ from protrain_runtime.states.absent import (
 )
 from protrain_runtime.states.chunk_layouts import make_chunks, unit_parameters
 from protrain_runtime.states.chunks import Chunk, read_values
-from protrain_runtime.states.known_optimizers import guarded
+from protrain_runtime.states.known_optimizers import in_turn
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.quantized import (
@@ -225,7 +225,7 @@ def _facade(
     else:
         make = optimizer
     master = plan.workload.precision == "master"
-    factory = with_master_weights(guarded(make)) if master else guarded(make)
+    factory = with_master_weights(in_turn(make)) if master else in_turn(make)
     facade = PlannedOptimizer(factory, model, param_groups)
     if master:
         # All plans step on masters batch by batch: an optimizer that cannot is refused.

@@ -92,9 +92,10 @@ class Amounts(NamedTuple):
 
 
 class Caution(NamedTuple):
-    """Safety of a relaxation, which ignores that moves are whole and ordered.
+    """Leanings of a relaxation, which does not see that moves are whole, and in order.
 
-    free   a part of the device price  seconds per second of a lane's work, even if compute hides it
+    free   a part of the device
+    price  seconds that a second of a lane's work costs, though compute may hide it
     """
 
     free: float

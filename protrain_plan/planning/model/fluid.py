@@ -1,39 +1,39 @@
-"""The fluid inventory model: divisible transfers, whose optimum bounds every simulated schedule.
+"""The fluid inventory model: transfers as liquids, whose optimum no simulated schedule beats.
 
 Slot t runs from the end of compute t-1 to the end of compute t: a stall of s_t seconds, then
 compute for d_t seconds. Slot 2U is the device's update of the persistent chunks, and the wait for
-the last moves. Bytes are fractions of the device's budget M, seconds of the model's plain compute
-time. Decisions are binaries (fractions in the relaxation), everything else is continuous:
+the last moves after it. Bytes are fractions of the device's budget M, seconds of the model's plain
+compute time. Decisions are binaries (fractions in the relaxation), everything else is continuous:
 
     s, d            seconds of stall and of compute
-    m               bytes by the decisions alone (leads and drains 0)
-    hs, hc, J       per tier: bytes fetched during stall and compute, and prefetched after it
-    os, oc, Q       per tier: swapped activations and gradients evicted, and waiting
-    rs, rc, R       optimizer states read from disk, and waiting
-    ws, wc, W       parameters and states written to disk, and waiting
-    us, uc, P       seconds of updates on the host, and waiting
-    rs_host ...     the same for states in host memory that the device updates, if any
+    m               bytes that stand for the decisions alone (leads and drains 0)
+    hs, hc, J       per tier: bytes fetched during stall and compute, and fetched ahead after it
+    os, oc, Q       per tier: swapped activations and gradients that leave, and wait to leave
+    rs, rc, R       optimizer states read from disk, and waiting to be read
+    ws, wc, W       parameters and states written to disk, and waiting to be written
+    us, uc, P       seconds of updates on the host, and waiting to be done
+    rs_host ...     the same of states in host memory that the device updates, if any
 
-and on several devices
+and of several devices
 
     ns, nc, N       parameters gathered from all ranks during stall and compute, and ahead
     ks, kc, K       per tier: this rank's shards of them, which take no room of their own
-    xs, xc, X       gradients scattered to their ranks, and waiting
-    ys, yc, Y       gradients summed for all ranks, and waiting
+    xs, xc, X       gradients scattered to the ranks that have them, and waiting to be
+    ys, yc, Y       gradients summed for all ranks, and waiting to be
 
-If steps overlap, the first slot follows the last: updates waiting after slot 2U wait before slot 0,
-and end by the forward slot that fetches their chunk.
+Where steps overlap, the first slot follows the last one: what waits of updates after slot 2U waits
+before slot 0, and has an end by the forward slot that fetches what is updated.
 
-Over a window of several slots, stalls, compute and flows may be sums. Then waiting amounts are
-known at the window's end, and as a sum over its slots: a window's rows are the sums of its slots'
-rows, which every schedule meets as well. Decisions and their bytes stay per slot. A model of a
-hundred units then has a tenth of the flows, and a slightly lower bound:
+Over a window of several slots, stalls, compute and flows may be sums. What waits is known at its
+end then, and its sum over the window's slots: rows of the window are the sums of its slots' rows,
+which every schedule meets as well. Decisions and what stands for them stay per slot. So a model of
+a hundred units has a tenth of the flows, and a bound that is a little lower:
 
-    J_all, Q_all ...   amounts waiting after each slot, summed over a window's slots
+    J_all, Q_all ...   what waits after each slot, summed over the slots of a window
 
 The model relaxes the program: moves are divisible and without latency, a lane serves them in any
 order, a swap may return before it left, states waiting in place leave bit by bit. So its optimum
-bounds the seconds of every plan within the budgets (a test checks this).
+bounds the seconds of every plan within the budgets (a test holds this).
 """
 
 from collections import defaultdict

@@ -1,13 +1,13 @@
-"""Bytes that PyTorch's allocator may reserve beyond tensors, if not measured.
+"""Bytes that PyTorch's allocator may reserve beyond tensors, as long as no card has measured it.
 
-Peaks count tensors, but limits apply to the allocator's reserve: blocks are cut from segments, and
-a segment's free rest may be too small for the next tensor. A measured profile has its own figure
-(`Device.allocator_bytes`), which plans hold back. Estimates have none: by default their plans leave
-room for the most seen with `expandable_segments`, which `protrain run` sets. A plan that leaves
-less, because its budget is given, is *tight*.
+Peaks count tensors, and limits are on what the allocator has reserved: blocks are cut from
+segments, and what is free of a segment may be too small for the next tensor. A measured profile has
+its own figure (`Device.allocator_bytes`), which plans hold back. An estimate knows none: by default
+its plans leave room for the most that was seen with `expandable_segments`, which `protrain run`
+sets. A plan that leaves less, because its budget is given, is *tight*.
 
-The figures are from runs whose authors published both (LoRA of Llama 2 7B by FSDP). None mentions
-`expandable_segments`, which lowers them:
+The figures are of runs whose authors published both (LoRA of Llama 2 7B by FSDP). None says that it
+set `expandable_segments`, which lowers them:
 
                                                        GB allocated or active   reserved   more
     AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md                        9.16      10.22   12 %
@@ -17,8 +17,8 @@ The figures are from runs whose authors published both (LoRA of Llama 2 7B by FS
       and without logits that live on                                   15.22      19.36   27 %
 
 With it, an H200 reserved 4 to 10 % more in four trainings under plans (benchmarks/results/gpu.md).
-Others saw more without: GMLake (arXiv 2401.08156) lowers fragmentation by 15 % of the reserve in
-the mean of eight models, by 33 % at most; STAlloc (arXiv 2507.16274) found up to 43 % wasted.
+Others saw more without: GMLake (arXiv 2401.08156) lowers fragmentation by 15 % of what is reserved
+in the mean of eight models, by 33 % at most; STAlloc (arXiv 2507.16274) found up to 43 % wasted.
 """
 
 from collections.abc import Sequence

@@ -91,10 +91,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The aim; at most one field is set, none for the fastest step.
+    """The aim; at most one of these, and none for the fastest step.
 
-    max_slowdown    least device memory for a step of this multiple of the fastest pareto_points
-    the front of memory against time, over this number of budgets
+    max_slowdown    least device memory for a step of this many times the fastest
+    pareto_points   the front of memory against time, over so many budgets
     """
 
     max_slowdown: float | None = None

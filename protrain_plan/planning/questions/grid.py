@@ -63,11 +63,13 @@ class Found:
 
 
 def changes(question: Question, *, device_sizes: Sequence[int] = ()) -> Iterator[Cell]:
-    """The few changes that people can make to a machine or a request.
+    """Yield the few changes that people can make to a machine, or to what they ask of it.
 
-    host memory     the next double of 8 GiB, of a node link            the next faster generation
-    of PCIe device memory   the next of `device_sizes`, at the same speed disk            twice as
-    fast: two drives, each with half of the bytes micro-batches   four times as many for each update
+    host memory     the next double of 8 GiB, of a node
+    link            the next generation of PCIe that is faster
+    device memory   the next of `device_sizes`, with the speed as it is
+    disk            twice as fast: two drives, of which each has half of the bytes
+    micro-batches   four times as many for each update
     batch           twice as many sequences, in proportion (see `growth.in_proportion`)
     """
     profile, budgets, settings = question.profile, question.budgets, question.settings

@@ -143,12 +143,14 @@ def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _UnitSeen:
-    """The storages of one unit in a forward, mostly by identity.
+    """The storages that one unit of a forward met, most by their identity.
 
-    packed   all saved ones, in order held     saved ones that others hold when the unit ends gone
-    saved ones released when the unit ends staying  places of inputs that others hold two units
-    later awaited  saved ones held by autograd at the end of the forward gets     its inputs from
-    the previous unit, described
+    packed   of all that it saves, in order
+    held     of what it saves: by others, when the unit ends
+    gone     of what it saves: no longer, when the unit ends
+    staying  places of inputs that others hold two units later
+    awaited  of what it saves: by autograd, when the forward has ended
+    gets     its inputs from the unit before, described
     """
 
     inputs: list[TrackedStorage] = field(default_factory=list[TrackedStorage])

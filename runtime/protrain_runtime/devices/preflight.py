@@ -42,13 +42,15 @@ class NoRoomError(ProtrainError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The room before a run; None if unknown.
+    """The room before a run; None where the system does not say.
 
-    memory_bytes    RAM available without swapping, within the process's control group swap_bytes
-    free swap space: not for pinned memory resident_bytes  of this process, already in RAM
-    data_limit      its limit of private memory (RLIMIT_DATA) device_bytes    available to this
-    process's allocator on an accelerator, without context disk_bytes      free in the spill
-    directory file_limit      the longest file that the process may write (RLIMIT_FSIZE)
+    memory_bytes    RAM that can be had without swapping, within the process's control group
+    swap_bytes      free swap space: not for pinned memory
+    resident_bytes  of this process in RAM already
+    data_limit      its limit of private memory (RLIMIT_DATA)
+    device_bytes    what this process's allocator may have of an accelerator, context apart
+    disk_bytes      free in the spill directory
+    file_limit      the longest file that the process may write (RLIMIT_FSIZE)
     disk_is_memory  the spill directory is a tmpfs
     """
 

@@ -177,8 +177,9 @@ class Cut(NamedTuple):
 class Copy:
     """A chunk's parameters and optimizer states in its store.
 
-    offset   of the parameters: bytes from the start of the store scalars  non-elementwise optimizer
-    states per parameter (AdamW's step), by name updated  parameters that have states
+    offset   of the parameters: bytes from the start of the store
+    scalars  what the optimizer keeps per parameter that is not elementwise (AdamW's step), by name
+    updated  parameters that have states
     """
 
     offset: int = 0

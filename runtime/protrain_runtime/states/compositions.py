@@ -23,8 +23,8 @@ MARK = ":"
 class Composition:
     """The class and context that make a tensor of its parts, by PyTorch's protocol.
 
-    context  from `__tensor_flatten__`, besides the parts' names shape    of the tensor, perhaps
-    also in the context
+    context  what `__tensor_flatten__` gives besides the parts' names
+    shape    of the tensor, which the context may name, too
     """
 
     kind: type

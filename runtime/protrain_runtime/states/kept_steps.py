@@ -40,11 +40,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shadow:
-    """Elements that an optimizer updates as one tensor.
+    """Elements that an optimizer steps on as one tensor.
 
-    name     the parameter's ends     at the parameter's end: its scalars are this optimizer's
-    staged   its given states, by key; None before the first step waits    the gradient has waited
-    below the device
+    name     the parameter's
+    ends     they are the parameter's last: its scalars are this optimizer's
+    staged   the states that it was given, by key: none before the first step
+    waits    the gradient has waited below the device
     """
 
     parameter: nn.Parameter  # [elements]
@@ -123,11 +124,13 @@ _LENGTH = len(OF_PLANS)
 
 @dataclass(slots=True)
 class Range:
-    """Elements that one optimizer updates, perhaps in its own thread.
+    """Elements that one optimizer steps on, perhaps in a thread of its own.
 
-    heads    a parameter of each group, which has the group's options leads    by shadow, the one of
-    its group usual    the groups have only these options factors  of gradients in this step kernels
-    that replace its step, by group
+    heads    a parameter of each group, which has the group's options
+    leads    by shadow, the one of its group
+    usual    the groups have these options, and no others
+    factors  by which gradients are multiplied in this step
+    kernels  what takes the place of its step, by group
     """
 
     worker: torch.optim.Optimizer
@@ -169,10 +172,10 @@ class Range:
 
 
 class _Source(NamedTuple):
-    """A part of a piece, to be found in each step for reused optimizers.
+    """A part of a piece, as each step has to find it for the optimizers that are kept.
 
-    base     its scalars; None: it had no gradient at_hand  its gradient is there; else it is in the
-    `store` at an offset, or nowhere
+    base     its scalars; None: it had no gradient
+    at_hand  its gradient is there; else it is in the `store` at an offset, or nowhere
     """
 
     part: Slice

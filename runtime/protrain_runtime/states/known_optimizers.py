@@ -15,14 +15,15 @@ from protrain_runtime.states.stepping import OptimizerFactory, kind_of
 class Known:
     """Facts of a class that its steps do not show.
 
-    blocks     elements of a block of its states, and of the smallest parameter with states in
-    blocks guarded    none may be made, or step, beside another by_lines   its fused kernel splits
-    tensors among PyTorch's threads by whole cache lines is_kernel  its fused step is only
-    `torch._fused_adam_` or `_fused_adamw_`
+    blocks     of an optimizer: elements of a block of its states, and of the smallest parameter
+               whose states are of blocks
+    guarded    none may be made, or step, beside another
+    by_lines   its fused kernel shares tensors out among PyTorch's threads by whole cache lines
+    is_kernel  its fused step is `torch._fused_adam_` or `_fused_adamw_`, and nothing else
     """
 
     blocks: Callable[[Any], tuple[float, float]] = lambda _: (1, 1)
-    guarded: bool = False
+    in_turn: bool = False
     by_lines: bool = False
     is_kernel: bool = False
 
@@ -35,10 +36,10 @@ KNOWN: Mapping[type | str, Known] = {
     # Of 180 short runs of AdamW8bit in three threads, 11 gave other bits; one at a time, none did.
     "bitsandbytes": Known(
         blocks=lambda made: (256, made.args.min_8bit_size if made.args.optim_bits == 8 else 1),
-        guarded=True,
+        in_turn=True,
     ),
     # Each changes a compiler setting during its step, and restores it.
-    "torchao": Known(blocks=lambda made: (made.block_size, 4096), guarded=True),
+    "torchao": Known(blocks=lambda made: (made.block_size, 4096), in_turn=True),
 }
 """By class, subclasses excluded; or by the package of a base class."""
 
@@ -54,7 +55,7 @@ def known(kind: type) -> Known:
 _TURN = threading.RLock()
 
 
-def guarded(factory: OptimizerFactory) -> OptimizerFactory:
+def in_turn(factory: OptimizerFactory) -> OptimizerFactory:
     """The same optimizers; those that may not step side by side take turns.
 
     Lanes and the compute thread update their own parameters at the same time. ProtrainError if
@@ -65,7 +66,7 @@ def guarded(factory: OptimizerFactory) -> OptimizerFactory:
     def make(groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         with _TURN:
             made = factory(groups)
-        if known(type(made)).guarded:
+        if known(type(made)).in_turn:
             _refuse_overrides(made)
             step = made.step
 

@@ -13,8 +13,9 @@ from protrain_runtime.states.chunks import Chunk, Place, Slice, StateLayout
 class Region:
     """A region of a group's buffer that all ranks share, and a rank's range in its own.
 
-    start  bytes from the start of the group's buffer own    bytes from the start of the rank's
-    buffer of the group shard  bytes of the rank's range
+    start  bytes from the start of the group's buffer
+    own    bytes from the start of the rank's buffer of the group
+    shard  bytes of the rank's range
     """
 
     start: int

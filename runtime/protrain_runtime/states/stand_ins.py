@@ -387,11 +387,11 @@ _KEY, _LISTED = "_protrain_away", "_protrain_listed"
 
 @dataclass(slots=True, kw_only=True)
 class Elsewhere:
-    """The place of an offloaded parameter.
+    """Where a parameter is.
 
-    stride  of the parameter when it is back, in elements bring   called when the model's code reads
-    it: restores the parameter, or raises values  a copy of its values on its device, from the store
-    # dtype [shape]
+    stride  of the parameter when it is back, in elements
+    bring   called when code of the model reads it: returns with the parameter back, or raises
+    values  a copy of its values on its device, from the store  # dtype [shape]
     """
 
     name: str

@@ -102,11 +102,12 @@ class Eviction(NamedTuple):
 
 
 class Staging(NamedTuple):
-    """Bytes of one chunk's update in the optimizer's memory.
+    """Bytes that one chunk's update needs of the memory in which the optimizer runs.
 
-    read_piece   of its largest piece read from disk width        per element by which a piece
-    exceeds its even share workspace    gradients of the most elements that the optimizer steps on
-    at a time arriving     gradients to add to those of earlier micro-batches
+    read_piece   of its largest piece that is read from disk
+    width        per element by which a piece is larger than its even share
+    workspace    gradients of the most elements that the optimizer steps on at a time
+    arriving     of gradients that arrive there to be added to those of earlier micro-batches
     """
 
     read_piece: int = 0

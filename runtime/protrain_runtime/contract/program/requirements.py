@@ -18,8 +18,10 @@ from protrain_runtime.contract.records.plan import (
 class Requirement:
     """A condition on the step for one kind of placement.
 
-    of     whether a placement is of that kind holds  whether the step allows that placement words
-    steps that do, after "that is for" fix    for the plan's author
+    of     whether a placement is of that kind
+    holds  whether the step allows that placement
+    words  the steps that do, to follow "that is for"
+    fix    for the author of the plan
     """
 
     of: Callable[[Placement], bool]
