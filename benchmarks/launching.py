@@ -6,9 +6,12 @@ The emulated device drops its work, so that the threads that launch are all that
 has nine matrices of 16 KiB.
 """
 
+import operator
+import statistics
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,8 +30,8 @@ PLANS = {
     "D": "offload states, update on the device",
     "F": "offload states, and swap activations",
 }
-ROUNDS = 3
-"""Measurements of each plan: the fastest is told, and how far the slowest is from it."""
+ROUNDS, STEPS = 60, 10
+"""Of a plan and of a plain step, by turns: a machine that others use is slow for seconds."""
 
 
 def cells() -> list[Cell]:
@@ -41,14 +44,15 @@ def measured(plan: str) -> Document:
     if building.compiler() is None:
         raise Skipped("there is no C++ compiler for the emulated device")
     torch.set_num_threads(1)  # of the emulated device's kernels
-    rounds = [seconds(plan) for _ in range(ROUNDS)]  # before anything is counted
-    return {"calls": launching.calls(plan), "rounds": rounds}
+    taken = seconds(plan)  # before anything is counted
+    return {"calls": launching.calls(plan), "seconds": taken}
 
 
-def seconds(plan: str, *, steps: int = 40) -> dict[str, float]:
+def seconds(plan: str) -> dict[str, list[float]]:
     """Processor seconds per block beyond a plain step's: of the launching threads and of updates.
 
-    Updates in host memory wait until backward has ended: they share no interpreter with it.
+    At the first decile of all steps, and at their median. Updates in host memory wait until
+    backward has ended: they share no interpreter with it.
     """
     gate = threading.Event()
     gate.set()
@@ -58,37 +62,58 @@ def seconds(plan: str, *, steps: int = 40) -> dict[str, float]:
     )
     for training in (planned, plain):
         training.warm()
+    own, base = _Taken(), _Taken()
     with dropping():
-        base = [_timed(plain, steps, gate, updates=planned.steps_itself) for _ in range(2)]
-        own = _timed(planned, steps, gate)
+        for _ in range(ROUNDS):
+            base.time(plain, gate, updates=planned.steps_itself)
+            own.time(planned, gate)
         planned.end()
-    launched = own["launching"] - min(each["launching"] for each in base)
-    return {"launching": launched / launching.BLOCKS, "updates": own["updates"] / launching.BLOCKS}
+    plain_s = _first_decile_and_median(base.launched)
+    beyond = map(operator.sub, _first_decile_and_median(own.launched), plain_s)
+    return {
+        "launching": [taken / launching.BLOCKS for taken in beyond],
+        "updates": [taken / launching.BLOCKS for taken in _first_decile_and_median(own.updates)],
+    }
 
 
-def _timed(
-    training: launching.Training, steps: int, gate: threading.Event, *, updates: bool = True
-) -> dict[str, float]:
-    own = {threading.get_ident()}
-    found: dict[str, list[float]] = {"launching": [], "updates": []}
+def _first_decile_and_median(taken: list[float]) -> tuple[float, float]:
+    deciles = statistics.quantiles(taken, n=10)
+    return deciles[0], deciles[4]
 
-    def now() -> dict[str, float]:
-        lanes = {
-            thread.ident
-            for thread in threading.enumerate()
-            if thread.name.startswith("protrain update") and thread.ident
-        }
-        return {"launching": _processor_seconds(own), "updates": _processor_seconds(lanes)}
 
-    for _ in range(steps):
-        gate.clear()
-        before = now()
-        training.step(lambda _: own.add(threading.get_ident()), gate=gate, updates=updates)
-        after = now()
-        torch.accelerator.synchronize()
-        for what, taken in found.items():
-            taken.append(after[what] - before[what])
-    return {what: sorted(taken)[steps // 4] for what, taken in found.items()}
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Processor seconds of each step, of the launching threads and of updates' threads."""
+
+    launched: list[float] = field(default_factory=list)
+    updates: list[float] = field(default_factory=list)
+    threads: set[int] = field(default_factory=lambda: {threading.get_ident()})
+    """This thread and autograd's, which launch."""
+
+    def time(
+        self, training: launching.Training, gate: threading.Event, *, updates: bool = True
+    ) -> None:
+        """Take steps, and note their seconds."""
+        for _ in range(STEPS):
+            gate.clear()
+            lanes = _update_threads()
+            before = _processor_seconds(self.threads), _processor_seconds(lanes)
+            training.step(self._note_thread, gate=gate, updates=updates)
+            after = _processor_seconds(self.threads), _processor_seconds(lanes)
+            torch.accelerator.synchronize()
+            self.launched.append(after[0] - before[0])
+            self.updates.append(after[1] - before[1])
+
+    def _note_thread(self, _: torch.Tensor) -> None:
+        self.threads.add(threading.get_ident())
+
+
+def _update_threads() -> set[int]:
+    return {
+        thread.ident
+        for thread in threading.enumerate()
+        if thread.name.startswith("protrain update") and thread.ident
+    }
 
 
 def _processor_seconds(threads: set[int]) -> float:
@@ -97,7 +122,7 @@ def _processor_seconds(threads: set[int]) -> float:
 
 HEADER = (
     *("plan of all blocks", "Python", "torch", "built in", "of the update's thread"),
-    *("launching (us)", "slowest", "updating (us)", "slowest"),
+    *("launching (us)", "median", "updating (us)", "median"),
 )
 
 
@@ -106,9 +131,10 @@ def page(document: Document) -> str:
     lines = ["# What a planned step asks of the host", "", *runs_list(document["runs"]), ""]
     lines.append(
         "Per block and step, beyond the same step of plain PyTorch: functions that are called, and"
-        " processor time. The device is emulated and drops its work; the fastest of"
-        f" {ROUNDS} rounds of 40 steps, the first quartile of each. On an accelerator these are"
-        " the host's part of a step: where the device is busy for longer, they cost nothing."
+        " processor time. The device is emulated and drops its work. Of"
+        f" {ROUNDS * STEPS} steps and as many plain ones, by turns, the first decile of each, and"
+        " the median. On an accelerator these are the host's part of a step: where the device is"
+        " busy for longer, they cost nothing."
     )
     rows = []
     for plan, told in found(document).items():
@@ -116,9 +142,7 @@ def page(document: Document) -> str:
         beside = sum(count for kind, count in calls.items() if kind.startswith("lanes: "))
         counts = (calls["python"], calls["torch"], calls["builtin"], beside)
         times = [
-            1e6 * pick(one[what] for one in told["rounds"])
-            for what in ("launching", "updates")
-            for pick in (min, max)
+            1e6 * value for what in ("launching", "updates") for value in told["seconds"][what]
         ]
         rows.append((PLANS[plan], *map(str, counts), *(f"{value:.0f}" for value in times)))
     lines += ["", *markdown_table([HEADER, *rows], numbers_from=1)]
