@@ -31,7 +31,7 @@ PLANS = {
     "F": "offload states, and swap activations",
 }
 ROUNDS, STEPS = 60, 10
-"""Of a plan and of a plain step, by turns: a machine that others use is slow for seconds."""
+"""A plan and a plain step take turns: a machine that others use is slow for seconds."""
 
 
 def cells() -> list[Cell]:
