@@ -80,7 +80,7 @@ def test_a_small_one_trains_on_text_as_plain_pytorch_does(name: str) -> None:
     profile = estimated(small(PUBLISHED[name]))
     trained, whole = trained_share(small(PUBLISHED[name]))
     assert 0 < sum(unit.num_parameters for unit in profile.units) == trained < whole
-    assert any(said.startswith("batches are text alone") for said in caveats(profile))
+    assert any(said.startswith("batches are text only") for said in caveats(profile))
     found = judged(small_one, name, plans=["recomputed"], seed=0)
     assert [(one.kind, one.text) for one in found] == [("like plain", "")]
 
