@@ -33,7 +33,7 @@ from protrain_plan.planning.questions.objectives import fit
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
-from protrain_runtime.contract.records.hardware import Hardware
+from protrain_runtime.contract.records.hardware import Hardware, Shared
 from protrain_runtime.contract.records.plan import Budgets, DeviceGroup
 from tests.support.planning_cases import MB, cpu, decoder, gpu, joined, least_bytes, small, solved
 from tests.support.planning_cases import question as asked_of
@@ -134,6 +134,23 @@ def test_resources_are_those_of_the_machine() -> None:
     shared = joined(gpu(), below="of the node")
     asked = question(shared, group=DeviceGroup(num_devices=8, num_nodes=2))
     assert with_resource(asked, "host", 8000 * MB).budgets.host == 2000 * MB
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("below", ["of the node", "of each device"])
+def test_more_than_the_measured_machine_has_can_be_asked_for(
+    below: Shared, num_devices: int
+) -> None:
+    """`plan` asks for it to name what helps most."""
+    group = DeviceGroup(num_devices=num_devices)
+    asked = question(joined(gpu(host_gb=2, disk_gb=1), below=below), group=group)
+    measured = replace(asked, profile=replace(asked.profile, method="measured"))
+    budgets = replace(asked.budgets, host=measured.budgets.host // num_devices, disk=0)
+    measured = replace(measured, budgets=budgets)
+    every = list(changes(measured, device_sizes=[10**12]))
+    assert {"host memory", "device memory", "disk"} <= {change.name for change in every}
+    for change in [*every, Cell(question=with_resource(measured, "disk", 10**13))]:
+        assert least_seconds(change.question), change.name
 
 
 # --- what helps -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from protrain_plan.planning.model.problem import most_of
 from protrain_plan.planning.questions.answers import Answer, Question
 from protrain_plan.planning.questions.spending import Spending, spending
 from protrain_runtime.contract.errors import ProtrainError
@@ -127,14 +128,22 @@ def refuse_missing(machine: Hardware, resource: Resource) -> None:
 def with_resource(question: Question, resource: Resource, value: float) -> Question:
     """The question with these bytes, or a link of these bytes per second.
 
-    Host memory and disk are a node's; the link is a device's, in both directions. The network
-    between devices stays. ProtrainError if the machine has no such tier.
+    Host memory and disk are a node's, which has as much even if less was measured; the link is a
+    device's, in both directions. The network between devices stays. ProtrainError if the machine
+    has no such tier.
     """
-    refuse_missing(question.profile.hardware, resource)
+    profile, size = question.profile, int(value)
+    refuse_missing(profile.hardware, resource)
     if resource == "link":
         return with_link(question, "host", value, value)
-    size = int(value) if resource == "device" else int(value) // question.group.in_node
-    return replace(question, budgets=replace(question.budgets, **{resource: size}))
+    if resource != "device":
+        tier = profile.hardware.tier(resource)
+        if most_of(tier, profile) < size:
+            larger = profile.hardware.with_tier(replace(tier, capacity_bytes=size))
+            profile = replace(profile, hardware=larger)
+        size //= question.group.in_node
+    budgets = replace(question.budgets, **{resource: size})
+    return replace(question, profile=profile, budgets=budgets)
 
 
 def with_link(question: Question, tier: TierName, read: float, write: float) -> Question:
