@@ -19,6 +19,7 @@ an integer program for each one's schedule inside. Here the machines are availab
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -43,6 +44,7 @@ from protrain_plan.planning.questions.disk import solve_sparing
 from protrain_plan.planning.questions.growth import in_proportion
 from protrain_plan.planning.questions.objectives import fit
 from protrain_plan.planning.search.improving import Effort
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.hardware import PCIE
 from protrain_runtime.contract.records.profile import SPARSE
 from protrain_runtime.contract.units import format_bytes
@@ -192,9 +194,12 @@ def best_change(
     if not base.tokens_per_s:
         return None
     best, speed = None, base.tokens_per_s * (1 + MUCH)
-    seconds = [least_seconds(one.question) or inf for one in changes]
-    bounds = [one.question.tokens / least for one, least in zip(changes, seconds, strict=True)]
-    for bound, change in sorted(zip(bounds, changes, strict=True), key=lambda one: -one[0]):
+    bounds: list[tuple[float, Cell]] = []
+    for change in changes:
+        with suppress(ProtrainError):  # a pin may exclude it: speculation, several micro-batches
+            seconds = least_seconds(change.question) or inf
+            bounds.append((change.question.tokens / seconds, change))
+    for bound, change in sorted(bounds, key=lambda one: -one[0]):
         if bound <= speed:
             break
         found = planned(change, answer(change, speed))
