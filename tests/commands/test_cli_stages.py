@@ -158,7 +158,7 @@ def test_checks_of_stages(tmp_path: Path) -> None:
     assert command in fails[0]
     memory, host = checked("device: 4GiB, host: 1GiB")
     assert host.startswith("HOST001: the predicted host memory of 6.71 GiB exceeds 512.00 MiB")
-    assert "no plan of stage 0 fits: the leanest needs 9.52 GiB of the device" in memory
+    assert "no plan of stage 0 fits: the smallest needs 9.52 GiB on the device" in memory
     assert "look for other stages: protrain plan" in memory
     assert command.replace("--stages 4", "--stages auto") in memory
     text = plan.read_text(encoding="utf-8")

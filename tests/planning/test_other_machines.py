@@ -8,6 +8,7 @@ from math import inf
 
 import pytest
 
+from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.allocator_slack import default_device_bytes, headroom_bytes
 from protrain_plan.planning.questions.answers import Answer, Question
@@ -224,6 +225,19 @@ def test_a_larger_card_has_headroom_where_this_one_has() -> None:
         )
         assert change.question.budgets.device == 160_000 * MB - left
         assert change.words == "149.01 GiB of device memory in place of 74.51 GiB"
+
+
+def test_a_change_that_a_pin_excludes_does_not_help() -> None:
+    """Units are updated speculatively with one micro-batch only."""
+    pin = parse_pin("layers.0: offload to host and update on device speculatively")
+    asked = question(gpu())
+    asked = asked_of(asked.profile, asked.budgets, pin, updates="after backward")
+    base, tried = fit(asked, effort=Effort(gap_target=GAP)), list(changes(asked))
+    (excluded,) = (change for change in tried if change.name == "micro-batches")
+    with pytest.raises(ProtrainError, match="with one micro-batch"):
+        least_seconds(excluded.question)
+    best = best_change(base, tried, lambda change, _: fit(change.question, effort=Effort()))
+    assert best is None or best.cell.name != "micro-batches"
 
 
 def test_what_would_fit_is_said_where_nothing_does() -> None:
