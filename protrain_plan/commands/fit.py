@@ -274,7 +274,7 @@ def fit(
         values=grid.values,
         budgets=budgets,
         global_batch=asked.global_batch,
-        stages=None if staged.stages is None else staged.numbers(),
+        stages=staged.numbers(),
         cache=EstimateCache(off=asked.no_cache),
         jobs=asked.jobs,
     )

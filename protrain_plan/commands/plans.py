@@ -117,6 +117,7 @@ def report(
     front: list[dict[str, Any]] = []
     if pareto:  # up to all of the device, with the plan's other budgets
         from protrain_plan.commands.plan import SearchOptions
+        from protrain_plan.planning.questions.answer_cache import AnswerCache
         from protrain_plan.planning.questions.answers import Objective, Question
         from protrain_plan.presentation.plans import front_json
 
@@ -125,9 +126,8 @@ def report(
         settings = replace(made.settings, overlap_steps=True)
         question = Question(profile=step.profile, budgets=budgets, settings=settings)
         aim = Objective(pareto_points=points)
-        answer = SearchOptions().ask(
-            question, aim, None, no_cache=False, as_json=False, lists_front=False
-        )
+        cache = AnswerCache(off=False)
+        answer = SearchOptions().ask(question, aim, None, cache, as_json=False, lists_front=False)
         front = front_json(answer.front)
     replace_text(target, page_text(step, recording=recorded, front=front))
     print_rendered(wrote(output), wrap=False)

@@ -39,10 +39,10 @@ class StageOptions:
         " whether it is worth it."
     )
 
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers to choose from; none: all."""
+    def numbers(self) -> tuple[int, ...] | None:
+        """The numbers to choose from (none: all), if stages are wanted."""
         if self.stages in (None, "auto"):
-            return ()
+            return () if self.stages else None
         return integers("--stages", self.stages or "", "--stages auto tries all possible numbers")
 
 
