@@ -40,7 +40,7 @@ class CheckOptions:
     explain: str | None = option("Explain a rule instead of checking.", metavar="CODE")
 
     def reestimates(self) -> "Reestimates":
-        """Return the estimator of today's models; ProtrainError for invalid limits."""
+        """The estimator of today's models; ProtrainError for invalid limits."""
         from protrain_plan.checking.reestimate import Reestimates
         from protrain_plan.profiling.estimate_cache import EstimateCache
 
@@ -85,15 +85,14 @@ def check(
         output.print_rendered(reports.explanation(explained(options.explain)))
         return
     if not plans and not DEFAULT.is_dir():
-        problem = "no plans/ folder here"
-        raise ProtrainError(problem, fix="pass plan files or folders")
+        raise ProtrainError("no plans/ folder here", fix="pass plan files or folders")
     away, look = options.records_only, options.reestimates()
     limits = find_limits(options.budgets)
     with output.progress(quiet=form != "text") as tell:
         report = checked(
             plans or [DEFAULT],
             look=look_away if away else look,
-            prepare=(lambda _: None) if away else lambda found: look.prepare(found, tell),
+            prepare=lambda found: None if away else look.prepare(found, tell),
             budgets=limits.budgets,
             allow=limits.allow,
             on=[load_hardware(name) for name in separated(options.on)],
@@ -101,12 +100,12 @@ def check(
             expect=options.expect,
             progress=tell,
         )
-    root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
     match form:
         case "text":
             output.print_rendered(reports.text(report))
         case "json":
             output.print_json(reports.plain_data(report))
-        case "github":
+        case "github":  # whose paths are relative to this folder
+            root = Path(os.environ.get("GITHUB_WORKSPACE", ""))
             output.print_text(reports.github(report, root=root))
     raise typer.Exit(report.exit_code)

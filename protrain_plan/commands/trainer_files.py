@@ -1,4 +1,4 @@
-"""A trainer's file in the place of a model: its options stand where the command line has none."""
+"""A trainer's file in the place of a model: its options apply unless the command line has them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ _ANSWERED = {
     "global_batch": ("batch_size", "accumulate"),
     "updates": ("clip",),
 }
-"""Options of a file that one of the command line answers, where that is not of the same name."""
+"""Options of a file that are replaced by an option of the command line with another name."""
 
 
 @option_record
 class FileOptions:
-    """Options for what a trainer's file may leave open: its model, and one beside that."""
+    """Options for models that a trainer's file may leave open."""
 
     named: str | None = option(
         "The model, if MODEL is a trainer's file that names no known one.",
@@ -43,15 +43,13 @@ class FileOptions:
         if named in (None, "none"):
             return ""
         if is_factory(model) != is_factory(str(named)):
-            raise ProtrainError(
-                "a factory makes its own batches, and both models need the same ones",
-                key="--beside",
-                fix="name two factories with such batches, or two models",
-            )
+            problem = "a factory makes its own batches, and both models need the same ones"
+            fix = "name two factories with such batches, or two models"
+            raise ProtrainError(problem, key="--beside", fix=fix)
         return known_model(str(named))
 
     def read(self, context: typer.Context, model: str) -> "TrainerFile | None":
-        """The file that a MODEL argument names; None where that is a model."""
+        """The file that a MODEL argument names; None for a model."""
         from protrain_plan.models.presets import is_factory
 
         if Path(model).suffix.lower() in (".yaml", ".yml", ".json"):  # others need no reader
@@ -59,12 +57,10 @@ class FileOptions:
 
             if is_trainer_file(model):
                 if self.named is not None and is_factory(self.named):
-                    raise ProtrainError(
-                        "a factory makes its own batches, not those of a file",
-                        key="--model",
-                        fix="pass the factory in place of the file, with options for the rest",
-                    )
-                given = on_command_line(context)  # by default values, too
+                    problem = "a factory makes its own batches, not those of a file"
+                    fix = "pass the factory in place of the file, with options for the rest"
+                    raise ProtrainError(problem, key="--model", fix=fix)
+                given = on_command_line(context)  # even with default values
                 given.remove("model" if "model" in given else "profile")  # the argument itself
                 answered = [option for name in given for option in _ANSWERED.get(name, (name,))]
                 return TrainerFile(model, given=answered, model=self.named)
