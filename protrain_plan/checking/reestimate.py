@@ -172,7 +172,8 @@ def _rated(machine: Hardware) -> Hardware:
 class _Known:
     """Answers about a model with a configuration; `broken` is why there are no more."""
 
-    config: str  # as JSON; empty of a factory
+    question: EstimateRequest | None
+    config: str  # as JSON; empty for a factory
     fingerprint: str | None = None
     tally: Tally | None = None
     estimates: dict[Hardware, Estimate] = field(default_factory=dict)
@@ -196,30 +197,29 @@ class Reestimates:
             question, config = question_of(profile)
         except ProtrainError as error:
             return Broken(reason=said(error))
-        known = _Known(config)
+        known = _Known(question, config)
         if question is not None:
             known = self._known.setdefault(question, known)
             known.fingerprint = known.fingerprint or self._cache.fingerprint(question)
         if known.fingerprint is None and known.broken is None:
-            self._look(profile, question, known)
+            self._look(profile, known)
         if known.fingerprint is None:
             assert known.broken is not None
             return known.broken
         return Today(
             model_fingerprint=known.fingerprint,
             changed_keys=changed_keys(profile.workload.model_config, config),
-            profile=partial(self._profile, profile, question, known),
+            profile=partial(self._profile, profile, known),
         )
 
     def prepare(self, profiles: Iterable[Profile], progress: Callable[[str, float], None]) -> None:
         """Look at models of installed libraries, several at once; later calls find the answers."""
-        asked: dict[EstimateRequest, list[Profile]] = {}
+        asked: dict[EstimateRequest | None, list[Profile]] = {}
         there = [profile for profile in profiles if missing(profile.workload) is None]
         for profile in there:
             with suppress(ProtrainError):  # reported when the profile is checked
-                question, _ = question_of(profile)
-                if question is not None:
-                    asked.setdefault(question, []).append(profile)
+                asked.setdefault(question_of(profile)[0], []).append(profile)
+        asked.pop(None, None)  # the code is not that of a library
         if there:
             of_transformers = any(profile.workload.model_config for profile in there)
             start_server(_IMPORTS[: None if of_transformers else 2])
@@ -242,29 +242,21 @@ class Reestimates:
                     process.kill()
                 raise
 
-    def _profile(
-        self, profile: Profile, question: EstimateRequest | None, known: _Known, on: Hardware
-    ) -> Estimate:
+    def _profile(self, profile: Profile, known: _Known, on: Hardware) -> Estimate:
         if profile.beside is not None:
             return Unavailable(reason="estimates with a frozen model beside are not repeated")
         if on not in known.estimates:
-            tally = known.tally or (self._cache.tally(question) if question else None)
-            kind = on.device.kind
+            tally, kind = known.tally, on.device.kind
+            tally = tally or (self._cache.tally(known.question) if known.question else None)
             if tally and is_accelerator(kind) and tally.profile.workload.device == kind:
                 known.estimates[on] = replace(tally.on(_rated(on)), hardware=on)
             elif known.broken is None:
-                self._look(profile, question, known, on)
+                self._look(profile, known, on)
         found = known.estimates.get(on) or known.broken
         assert found is not None
         return found
 
-    def _look(
-        self,
-        profile: Profile,
-        question: EstimateRequest | None,
-        known: _Known,
-        on: Hardware | None = None,
-    ) -> None:
+    def _look(self, profile: Profile, known: _Known, on: Hardware | None = None) -> None:
         """Run the model's code, and store its answer in `known`."""
         machine = on or profile.hardware
         try:
@@ -287,10 +279,10 @@ class Reestimates:
             known.broken = found
         elif isinstance(found, Broken | Unavailable):
             known.estimates[machine] = found
-        if question is not None and known.fingerprint is not None:
-            self._cache.keep_fingerprint(question, known.fingerprint)
+        if known.question is not None and known.fingerprint is not None:
+            self._cache.keep_fingerprint(known.question, known.fingerprint)
             if isinstance(found, Tally):
-                self._cache.keep_tally(question, found)
+                self._cache.keep_tally(known.question, found)
 
     def _with_fix(self, found: Broken) -> Broken:
         if "MemoryError" in found.reason or "allocate memory" in found.reason:

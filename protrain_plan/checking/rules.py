@@ -7,7 +7,7 @@ is a function here, and its name in a table at the end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -52,7 +52,7 @@ class Failed:
 
     problem: str
     key: str | None = None
-    line: int | None = None  # where it is known already: of what cannot be read
+    line: int | None = None  # of a file that cannot be read
     fix: str | None = None
     growth: tuple[UnitGrowth, ...] = ()
     excess_bytes: int | None = None
@@ -133,9 +133,6 @@ class Report:
         return 1 if failed or (self.strict and self.with_verdict(Skipped)) else 0
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 def ver001(files: Files) -> Verdict:
     """Plan and profile are records that this version reads.
 
@@ -185,9 +182,6 @@ def prf001(files: Files) -> Verdict:
         other = Case(path=files.path, plan=files.plan, profile_path=path, profile=profile)
         fix = plan_again(other)
     return Failed(problem=problem, key="profile_fingerprint", fix=fix)
-
-
-# --- the plan and its model -----------------------------------------------------------------------
 
 
 def pln001(model: Model) -> Verdict:
@@ -326,9 +320,6 @@ def fpr001(model: Model) -> Verdict:
     return Failed(problem=problem, key="model_fingerprint", fix=fix, growth=grown)
 
 
-# --- all plans ------------------------------------------------------------------------------------
-
-
 def num001(expected: int, found: int) -> Verdict:
     """As many plans are checked as are expected.
 
@@ -340,9 +331,6 @@ def num001(expected: int, found: int) -> Verdict:
         return Passed(found=f"{found} plans")
     problem = f"expected {expected} plans, checked {found}"
     return Failed(problem=problem, fix="restore the missing plans, or change --expect")
-
-
-# --- what a plan takes of a machine ---------------------------------------------------------------
 
 
 def hdw001(situation: PlanOnMachine) -> Verdict:
@@ -398,7 +386,8 @@ def mem001(situation: PlanOnMachine) -> Verdict:
         problem = f"the plan is for a different model: {situation.misfit}"
         if situation.case.plan.pipeline is not None:  # its stages are unknown
             return Skipped(reason=problem)
-        failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
+        failed = Failed(problem=problem, key="units", growth=situation.model.growth)
+        failed = _with_remedy(situation, failed)
         if failed.no_plan_fits:
             return failed
         limit = format_bytes(situation.limits["device"].bytes)
@@ -477,21 +466,18 @@ def _within(situation: PlanOnMachine, tier: str, what: str, used: int, parts: st
         f"the predicted {what} of {format_bytes(used)}{parts} exceeds {most} ({limit.source})"
         f" by {format_bytes(excess)}"
     )
-    return _with_remedy(situation, problem, "prediction.peak_bytes", grown, excess)
+    failed = Failed(problem=problem, key="prediction.peak_bytes", growth=grown, excess_bytes=excess)
+    return _with_remedy(situation, failed)
 
 
-def _with_remedy(
-    situation: PlanOnMachine,
-    problem: str,
-    key: str,
-    grown: tuple[UnitGrowth, ...],
-    excess_bytes: int | None,
-) -> Failed:
-    if grown:
-        problem += f"; since it was profiled: {growth_in_words(grown)}"
-    case, limits, none_fits = situation.case, situation.budgets, False
+def _with_remedy(situation: PlanOnMachine, failed: Failed) -> Failed:
+    """Add the layers that grew, and another plan if one fits."""
+    case, limits, problem = situation.case, situation.budgets, failed.problem
+    if failed.growth:
+        problem += f"; since it was profiled: {growth_in_words(failed.growth)}"
     again = "profile it again, then " if situation.model.changed else ""
     fix = f"another plan fits: {again}{plan_command(case, limits)}"
+    failed = replace(failed, problem=problem, fix=fix)
     for stage, (asked, _) in enumerate(problems_of(case.plan, situation.profile, limits)):
         lean = min_memory(asked)
         if lean is not None and lean.bytes <= asked.device:
@@ -501,19 +487,12 @@ def _with_remedy(
             needed = lean.bytes + asked.profile.hardware.device.besides_bytes
             at_least = f": the smallest needs {format_bytes(needed)} on the device"
         if case.plan.pipeline is None:
-            fix, none_fits = f"no plan of this workload fits{at_least}", True
-        else:  # other cuts may fit
-            other = plan_command(case, limits, stages="auto")
-            fix = f"no plan of stage {stage} fits{at_least}; look for other stages: {again}{other}"
-        break
-    return Failed(
-        problem=problem,
-        key=key,
-        fix=fix,
-        growth=grown,
-        excess_bytes=excess_bytes,
-        no_plan_fits=none_fits,
-    )
+            fix = f"no plan of this workload fits{at_least}"
+            return replace(failed, fix=fix, no_plan_fits=True)
+        other = plan_command(case, limits, stages="auto")  # other cuts may fit
+        fix = f"no plan of stage {stage} fits{at_least}; look for other stages: {again}{other}"
+        return replace(failed, fix=fix)
+    return failed
 
 
 def bud001(budget: MachineBudget, machine: str, machines: set[str]) -> Verdict:
@@ -535,11 +514,8 @@ def bud001(budget: MachineBudget, machine: str, machines: set[str]) -> Verdict:
     return Skipped(reason=reason)
 
 
-# --- the commands that make a profile and its plan anew -------------------------------------------
-
-
 def plan_again(case: Case) -> str:
-    """Say how to make the plan anew, within its own budgets."""
+    """The command that makes the plan again, within its own budgets."""
     return f"plan it again: {plan_command(case, case.plan.budgets)}"
 
 
@@ -585,8 +561,6 @@ def profile_command(profile: Profile, path: str) -> str:
         profile.workload, optimizer=optimizer, output=path, on=on, allow=allow
     )
 
-
-# --- the tables -----------------------------------------------------------------------------------
 
 FILE_RULES = (ver001, prf001)
 MODEL_RULES = (pln001, exa001, sim001, sim002, fpr001)

@@ -12,6 +12,7 @@ import typer
 
 from protrain_plan.commands.option_records import (
     BudgetOptions,
+    FileOptions,
     StepOptions,
     WorkloadOptions,
     filled,
@@ -36,7 +37,6 @@ from protrain_plan.commands.options import (
 )
 from protrain_plan.commands.output import destination, print_json, print_rendered, progress
 from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
-from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from rich.console import Group
 
 from protrain_plan.commands.option_records import (
     BudgetOptions,
+    FileOptions,
     StepOptions,
     WorkloadOptions,
     filled,
@@ -49,7 +50,6 @@ from protrain_plan.commands.staging import (
     plan_in_stages,
     refuse_without_global_batch,
 )
-from protrain_plan.commands.trainer_files import FileOptions
 from protrain_plan.presentation.terminal import fields_of
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.staging import Staged
     from protrain_plan.models.trainer_files import TrainerFile
-    from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.model.options import Pin
     from protrain_plan.planning.questions.answer_cache import AnswerCache
     from protrain_plan.planning.questions.answers import Answer, Objective, Quantity, Question
@@ -89,14 +88,6 @@ class PinOptions:
         of_file = read_pins(self.pins) if self.pins else ()
         return (*of_file, *map(parse_pin, self.pin or ()), *[EXACT_UPDATES] * self.exact_updates)
 
-    def explained(self, answer: "Answer") -> "Explanation | None":
-        """Return the reasons for the plan, if requested and if there is a plan."""
-        from protrain_plan.planning.explain.explaining import explain
-
-        if not self.explain or answer.solved is None:
-            return None
-        return explain(answer.of_rank, answer.solved.plan, answer.solved.search)
-
 
 @option_record
 class ObjectiveOptions:
@@ -124,9 +115,8 @@ class ObjectiveOptions:
             raise ProtrainError(f"{options[0]} and {options[1]} are different objectives")
         if self.maximize is not None:
             choice("--maximize", self.maximize, QUANTITIES)
-        return Objective(
-            max_slowdown=self.max_slowdown, pareto_points=self.points if self.pareto else None
-        )
+        points = self.points if self.pareto else None
+        return Objective(max_slowdown=self.max_slowdown, pareto_points=points)
 
     def largest(
         self,
@@ -152,12 +142,10 @@ class ObjectiveOptions:
             if estimated is None:
                 asked = replace(record, workload=sized(record.workload, quantity, size))
                 own = "" if record.workload.model_config else "set its batches to that size, then: "
-                raise ProtrainError(
-                    f"the largest {quantity} that fits is about {size}, if bytes grow in"
-                    " proportion; a plan for it takes a profile of that size",
-                    key="--maximize",
-                    fix=f"profile it, and plan that: {own}{profile_command(asked, path)}",
-                )
+                fix = f"profile it, and plan that: {own}{profile_command(asked, path)}"
+                problem = f"the largest {quantity} that fits is about {size}, if bytes grow in"
+                problem += " proportion; a plan for it takes a profile of that size"
+                raise ProtrainError(problem, key="--maximize", fix=fix)
             question = known[size] = estimated(quantity, size)
         here = size_of(question.profile.workload, quantity)
         return known[here if size is None else min(size, here)]
@@ -406,10 +394,10 @@ def plan(
         if beside is not None:
             write_profile(question.profile, beside)
         write_plan(answer.solved.plan, target)
-    written, explanation = tuple(filter(None, (beside, output))), fixed.explained(answer)
+    written = tuple(filter(None, (beside, output)))
     is_default = not given(wanted) and search.time_limit is None
     best = _best_change(answer, cache, quiet=as_json) if is_default else None
-    _show(answer, explanation, best, written, file, wanted.maximize, as_json=as_json)
+    _show(answer, best, written, file, wanted, fixed, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,14 +420,16 @@ class _Subject:
         if self.cells is not None:
             with progress(quiet=self.quiet) as report:
                 [[cell]] = (self.cells.sized(*size) if size else self.cells).lines(report)
-            found = cell.question
-        else:
-            assert self.record is not None
-            budgets = self.budgets.of(self.record, self.settings.group)
-            found = Question(
-                profile=self.record, settings=self.settings, budgets=budgets, allow=self.allowed
-            )
-        return replace(found, replicas=self.replicas, pins=self.pins)
+            return replace(cell.question, replicas=self.replicas, pins=self.pins)
+        assert self.record is not None
+        return Question(
+            profile=self.record,
+            settings=self.settings,
+            budgets=self.budgets.of(self.record, self.settings.group),
+            allow=self.allowed,
+            replicas=self.replicas,
+            pins=self.pins,
+        )
 
     def in_stages(self, global_batch: int, numbers: tuple[int, ...]) -> "Staged":
         """The question about stages."""
@@ -478,24 +468,28 @@ def _best_change(answer: "Answer", cache: "AnswerCache", *, quiet: bool) -> "Tri
 
 def _show(
     answer: "Answer",
-    explanation: "Explanation | None",
     best: "Tried | None",
     written: tuple[Path, ...],
     file: "TrainerFile | None",
-    maximize: str | None,
+    wanted: ObjectiveOptions,
+    fixed: PinOptions,
     *,
     as_json: bool,
 ) -> None:
     """Print the answer and the changes of a trainer's file; exits with 3 if no plan fits."""
+    from protrain_plan.planning.explain.explaining import explain
     from protrain_plan.presentation.grids import change_json
     from protrain_plan.presentation.plans import answer_json, answer_text
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
 
+    explanation, solved = None, answer.solved
+    if fixed.explain and solved is not None:
+        explanation = explain(answer.of_rank, solved.plan, solved.search)
     data = answer_json(answer, explanation)
     data |= {"best_change": change_json(best, answer)} if best else {}
     text = answer_text(answer, explanation, *written, best=best)
     profile = answer.question.profile
-    if maximize is not None and answer.solved is not None:
+    if wanted.maximize is not None and solved is not None:
         size = profile.workload
         data |= fields_of(size, "batch_size", "seq_len")
         found = f"{size.batch_size} sequences of {size.seq_len} tokens"
@@ -516,22 +510,15 @@ def _read(path: str, allowed: tuple[str, ...]) -> "Profile":
     from protrain_runtime.contract.records import read_profile
 
     if names_model(path):
-        raise ProtrainError(
-            "a model is planned for a machine",
-            source=path,
-            key="--on",
-            fix=f"name one (protrain hardware list): protrain plan {path} --on rtx-4090",
-        )
+        fix = f"name one (protrain hardware list): protrain plan {path} --on rtx-4090"
+        raise ProtrainError("a model is planned for a machine", source=path, key="--on", fix=fix)
     record = read_profile(Path(path))
     if missing := [word for word in allowed if word not in record.allowed]:
         from protrain_plan.checking.rules import profile_command
 
-        raise ProtrainError(
-            f"the profile was recorded without --allow {missing[0]}, and lacks these forms",
-            source=path,
-            key="--allow",
-            fix=profile_command(replace(record, allowed=(*record.allowed, *missing)), path),
-        )
+        problem = f"the profile was recorded without --allow {missing[0]}, and lacks these forms"
+        fix = profile_command(replace(record, allowed=(*record.allowed, *missing)), path)
+        raise ProtrainError(problem, source=path, key="--allow", fix=fix)
     return record
 
 

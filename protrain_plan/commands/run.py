@@ -16,7 +16,6 @@ from protrain_plan.commands.output import destination, print_beside, print_resul
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.commands.launched import Launched
     from protrain_plan.commands.training import Run
     from protrain_runtime.contract.program.memory import Excess
     from protrain_runtime.contract.records.plan import Plan
@@ -114,7 +113,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         case = opened(read_files(plan))
         return case.profile if case else None
 
-    who: Launched | None = None
+    who = None
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:  # by a launcher, with other ranks
         from protrain_plan.commands.launched import launched
 

@@ -138,11 +138,8 @@ def refuse_without_global_batch(
 ) -> None:
     """Raise ProtrainError without a global batch, or with another batch size as well."""
     if global_batch is None:
-        raise ProtrainError(
-            "a pipeline divides the sequences of an update into micro-batches",
-            key="--stages",
-            fix="give their number: --global-batch 128",
-        )
+        problem = "a pipeline divides the sequences of an update into micro-batches"
+        raise ProtrainError(problem, key="--stages", fix="give their number: --global-batch 128")
     refuse_batches(global_batch, batch_size, micro_batches)
 
 
@@ -163,11 +160,8 @@ def about_stages(
     from protrain_runtime.contract.records.plan import DISK_GAIN
 
     if settings.disk_gain != DISK_GAIN:
-        raise ProtrainError(
-            "stages use the disk only where no plan fits without it",
-            key="--disk-gain",
-            fix="leave it out, or --stages",
-        )
+        problem = "stages use the disk only where no plan fits without it"
+        raise ProtrainError(problem, key="--disk-gain", fix="leave it out, or --stages")
     question = StagesQuestion(
         profiles=profiles,
         budgets=budgets.of(next(iter(profiles.values())), settings.group),

@@ -106,7 +106,7 @@ def train(
     checkpoint cannot be read or written.
     """
     workload, weights, group = plan.workload, options.weights, plan.group
-    report(f"{_kind(plain)}: preparing", 0.0)
+    report(f"{'plain' if plain else 'planned'}: preparing", 0.0)
     # All ranks have what rank 0 saves.
     save_to = None if compared or (plain and rank > 0) else options.save
     if save_to is not None and rank == 0:  # ranks may not look at the same time
@@ -239,10 +239,6 @@ def _training(plan: Plan, text: Path | None) -> dict[str, object]:
     return {name: value for name, value in found.items() if value != left_out.get(name)}
 
 
-def _kind(plain: bool) -> str:
-    return "plain" if plain else "planned"
-
-
 @dataclass(kw_only=True)
 class _Trainer:
     plan: Plan
@@ -278,8 +274,9 @@ class _Trainer:
                     self._step(micro_batches)
                     self.seconds.append(time.perf_counter() - start)
             done = step + 1
-            said = f"step {done} of {num_steps}, loss {self.losses[-1]:.4f}"
-            report(f"{_kind(self.plain)}: {said}", done / num_steps)
+            kind = "plain" if self.plain else "planned"
+            said = f"{kind}: step {done} of {num_steps}, loss {self.losses[-1]:.4f}"
+            report(said, done / num_steps)
             is_due = done == num_steps or (every is not None and done % every == 0)
             if self.save_to is not None and is_due:
                 extra = {"step": done, "training": self.training}

@@ -179,8 +179,8 @@ def named(step: Step) -> dict[str, Bar]:
         kind = "forward" if slot.forward else "backward"
         known[program.slot_name(index)] = Bar(0.0, 0.0, kind, slot.unit, index, 0)
     for number, move in enumerate(program.moves):
-        bar = Bar(0.0, 0.0, move.kind, move.unit, move.slot, move.bytes)
-        known[program.move_name(number)] = bar
+        ran = move.kind, move.unit, move.slot, move.bytes
+        known[program.move_name(number)] = Bar(0.0, 0.0, *ran)
     return known
 
 
