@@ -129,10 +129,8 @@ def github(report: Report, *, root: Path) -> str:
         machine = "" if finding.machine is None else f" on {finding.machine}"
         name = one_line(f"{finding.rule.code}{machine}: {finding.rule.title}")
         properties = {"file": path, "line": str(finding.line), "title": name}
-        listed = ",".join(
-            f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
-            for key, value in properties.items()
-        )
+        escaped = {key: _escaped(value, ":", ",") for key, value in properties.items()}
+        listed = ",".join(f"{key}={value}" for key, value in escaped.items())
         message = said(finding)
         if isinstance(finding.verdict, Failed) and finding.verdict.fix:
             message += f"\nfix: {finding.verdict.fix}"
@@ -141,5 +139,5 @@ def github(report: Report, *, root: Path) -> str:
     return "\n".join([*commands, f"::notice title=protrain check::{_escaped(totals)}"])
 
 
-def _escaped(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+def _escaped(text: str, *more: str) -> str:
+    return "".join(f"%{ord(c):02X}" if c in ("%", "\r", "\n", *more) else c for c in text)
