@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -65,7 +66,8 @@ def check(
     from protrain_plan.presentation.checks import reports
     from protrain_plan.profiling.estimate_cache import EstimateCache
 
-    output.refuse_closed_output()
+    if sys.__stdout__ is None:  # since the start of this program
+        raise ProtrainError("standard output is closed", fix="redirect it to /dev/null")
     asked = "json" if as_json else options.output_format
     form: CheckFormat = choice("--format", asked, get_args(CheckFormat))
     if options.explain is not None:

@@ -115,12 +115,6 @@ def _is_same(path: Path, source: str | Path) -> bool:
 _given_away: list[str] = []  # option that uses standard output
 
 
-def refuse_closed_output() -> None:
-    """ProtrainError if this program was started without a standard output."""
-    if sys.__stdout__ is None:
-        raise ProtrainError("standard output is closed", fix="redirect it to /dev/null")
-
-
 def print_result(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
     """Print a result, plain data or a record: as one JSON object, or for people."""
     if as_json:

@@ -11,7 +11,7 @@ accepted the files: see docs/decisions/house.md.
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Literal
@@ -163,12 +163,17 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "fsdp_reshard_after_forward": "always" if switches.fetch_twice else "never",
     }
     if pipeline:
-        plain = pipeline.schedule == "1F1B"
+        plain, blocks = pipeline.schedule == "1F1B", enumerate(_all_blocks(plan))
+        modules = {unit.name: [f"layers.{number}"] for number, unit in blocks}
+        modules[plan.units[0].name] = ["tok_embeddings"]
+        modules[plan.units[-1].name] = ["norm", "lm_head"]
         parallelism |= {
             # With one part a rank, the interleaved schedule is eager 1F1B.
             "pipeline_parallel_schedule": "1F1B" if plain else "Interleaved1F1B",
             "pipeline_parallel_microbatch_size": workload.batch_size,
-            "module_fqns_per_model_part": [_torchtitan_names(plan, part) for part in _parts(plan)],
+            "module_fqns_per_model_part": [
+                [name for unit in part for name in modules[unit.name]] for part in _parts(plan)
+            ],
         }
     config: Config = {
         "model": _TORCHTITAN_MODELS.get(workload.model, ("llama3", "llama3_debugmodel")),
@@ -251,13 +256,6 @@ def _literal(value: object) -> str:
     return 'float("inf")' if value == float("inf") else repr(value)
 
 
-def _torchtitan_names(plan: Plan, part: Sequence[UnitPlan]) -> list[str]:
-    """The modules of a part of the model by torchtitan's names: blocks are `layers.N`."""
-    modules = {unit.name: [f"layers.{number}"] for number, unit in enumerate(_all_blocks(plan))}
-    modules |= {plan.units[0].name: ["tok_embeddings"], plan.units[-1].name: ["norm", "lm_head"]}
-    return [name for unit in part for name in modules[unit.name]]
-
-
 def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """Arguments of Megatron-LM's scripts."""
     group, pipeline, workload = plan.group, plan.pipeline, plan.workload
@@ -281,9 +279,12 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     }
     if pipeline:
         shape = shape_of(plan)
+        # Layers of every stage, spelled out for shells. E: embedding, t: block, L: loss.
+        letters = {plan.units[0].name: "E"} | {unit.name: "t" for unit in _all_blocks(plan)}
+        layout = ["".join(letters.get(unit.name, "L") for unit in part) for part in _parts(plan)]
         config |= {
             "pipeline-model-parallel-size": shape.stages,
-            "pipeline-model-parallel-layout": _megatron_layout(plan),
+            "pipeline-model-parallel-layout": "|".join(layout),
             "use-tp-pp-dp-mapping": pipeline.layout == "stages within nodes",
         }
         if shape.chunks > 1:
@@ -347,12 +348,6 @@ def _megatron_text(config: Config) -> str:
         if value is not False
     }
     return "".join(f"{' '.join([f'--{name}', *values])}\n" for name, values in words.items())
-
-
-def _megatron_layout(plan: Plan) -> str:
-    """The layers of every stage (E: embedding, t: block, L: loss), spelled out for shells."""
-    letters = {plan.units[0].name: "E"} | {unit.name: "t" for unit in _all_blocks(plan)}
-    return "|".join("".join(letters.get(unit.name, "L") for unit in one) for one in _parts(plan))
 
 
 def _offloaded(plan: Plan) -> float:
