@@ -1,13 +1,13 @@
-"""Budgets of each machine: `[tool.protrain.budgets]` in pyproject.toml, or a YAML file.
+"""Budgets by machine: `[tool.protrain.budgets]` in pyproject.toml, or a YAML file.
 
     protrain: budgets                       [tool.protrain.budgets.rtx-4090]
     version: 1                              device = "22GiB"
     budgets:                                headroom = "5%"
       rtx-4090: {device: 22GiB, headroom: 5%, slowdown: 10%, plans: ["plans/*-4090/*"]}
 
-device, host, disk  the most that a plan may take of the machine's tiers
-headroom            the part of each of these that has to stay free
-step_seconds        the most that a predicted step may take
+device, host, disk  maximum that a plan may take of the machine's tiers
+headroom            share of each of these that has to stay free
+step_seconds        maximum of a predicted step
 slowdown            how much slower than the plan's own prediction a step may become
 plans               patterns of plans, besides those made for this machine, that have to fit it
 
@@ -58,7 +58,7 @@ class MachineBudget:
     plans: tuple[str, ...] = ()
 
     def names(self, plan: Path) -> bool:
-        """Return whether a plan has to fit this machine, whatever it was made for."""
+        """Return whether a plan has to fit this machine, even if it was made for another one."""
         return any(PurePath(plan).match(pattern) for pattern in self.plans)
 
 
@@ -103,10 +103,9 @@ class Limits:
 
 
 def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
-    """The limits of `named`, else of budgets.yaml or pyproject.toml in `folder`.
+    """The limits of `named`, or of budgets.yaml or pyproject.toml in `folder`, if there are any.
 
-    None where there is neither. RecordError where a file has something else, ProtrainError where
-    both files have budgets.
+    Raises RecordError for a file with other content, ProtrainError if both files have budgets.
     """
     if named is not None:
         return _read_toml(named) if named.suffix == ".toml" else read_limits(named)
@@ -118,21 +117,18 @@ def find_limits(named: Path | None, *, folder: Path = Path()) -> Limits:
         if alike and f"protrain: {KIND}" in read_text(path):
             problem, fix = f"budgets are read from {YAML_NAME} only", f"call it {YAML_NAME}"
             raise ProtrainError(problem, source=str(path), fix=fix)
-    # What is there and cannot be read, such as a link that leads nowhere, is an error.
+    # A file that cannot be read, such as a link that leads nowhere, is an error.
     from_toml = _read_toml(as_toml) if os.path.lexists(as_toml) else Limits()
     if not os.path.lexists(as_yaml):
         return from_toml
     if from_toml != Limits():
-        raise ProtrainError(
-            f"budgets are defined here and in {as_toml}",
-            source=str(as_yaml),
-            fix="keep one of them, or name it with --budgets",
-        )
+        problem, fix = f"budgets are defined here and in {as_toml}", "keep one of them, or name it"
+        raise ProtrainError(problem, source=str(as_yaml), fix=f"{fix} with --budgets")
     return read_limits(as_yaml)
 
 
 def read_limits(path: Path) -> Limits:
-    """The limits in a YAML file; RecordError where it has something else."""
+    """The limits in a YAML file; RecordError for other content."""
     return _limits(parsed(read_text(path), str(path)).headed(KIND, VERSION))
 
 
@@ -141,14 +137,15 @@ def _limits(top: Document) -> Limits:
     if "budgets" in top.data:
         machines = top.at("budgets")
         budgets = {name: _budget(name, entry) for name, entry in machines.mapping().items()}
-        # A plan is held against all of them.
-        num_patterns = sum(len(budget.plans) for budget in budgets.values())
-        for what, count, most in (
-            ("machines", len(budgets), _MAX_MACHINES),
-            ("patterns of plans", num_patterns, MAX_LIST),
-        ):
-            if count > most:
-                raise machines.error(f"expected at most {most} {what}, got {count}")
+        # A plan is checked against all of them.
+        patterns = sum(len(budget.plans) for budget in budgets.values())
+        most = {
+            "machines": (_MAX_MACHINES, len(budgets)),
+            "patterns of plans": (MAX_LIST, patterns),
+        }
+        for what, (limit, count) in most.items():
+            if count > limit:
+                raise machines.error(f"expected at most {limit} {what}, got {count}")
     top.read(content())
     return Limits(budgets=budgets, allow=tuple(dict.fromkeys(top.data.get("allow", ()))))
 
@@ -164,7 +161,7 @@ def _read_toml(path: Path) -> Limits:
             raise RecordError(problem, source=source, key="tool.protrain", fix=fix)
     machines = _table(ours, where, source)
     header = {"protrain": KIND, "version": VERSION}
-    # So that one reader reads both; its lines are not the file's.
+    # One reader reads both formats; its line numbers are not those of this file.
     text = yaml.safe_dump(header | ours | {"budgets": machines}, sort_keys=False)
     try:
         return _limits(parsed(text, source))
@@ -174,7 +171,7 @@ def _read_toml(path: Path) -> Limits:
 
 
 def _table(above: Mapping[str, Any], where: str, source: str) -> dict[str, Any]:
-    """The table called so, empty where there is none."""
+    """The table of this name; empty if there is none."""
     name = where.rpartition(".")[2]
     for key in above:
         if key != name and as_seen(key).strip() == name:

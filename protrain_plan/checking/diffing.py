@@ -1,22 +1,16 @@
-"""Changes: between two profiles of a model, bytes unit by unit; between two plans, decisions.
+"""Changes between two profiles (bytes of each unit) and between two plans.
 
-With the bytes and seconds that the plans predict, before and after.
+Changes of plans are decisions, facts, and the predicted bytes and seconds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.folding import fold, runs
-from protrain_runtime.contract.records.plan import (
-    SETTINGS,
-    PipelinePlan,
-    Plan,
-    Prediction,
-    UnitPlan,
-)
-from protrain_runtime.contract.records.profile import Profile, Unit
+from protrain_runtime.contract.records.plan import SETTINGS, Plan, UnitPlan
+from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.contract.units import exact_bytes, format_bytes, format_seconds
 
 Entry = TypeVar("Entry")
@@ -28,19 +22,16 @@ def _changes(
     new: Mapping[str, Entry],
     change: Callable[[Entry | None, Entry | None], Change],
 ) -> Iterator[tuple[str, int, Change]]:
-    """Runs of units with the same change: their names, folded, how many they are, and the change.
+    """Yield runs of units with the same change: folded names, number of units, and the change.
 
-    In the order of `new`; those that went come last. A unit that is in one alone is None in the
-    other.
+    The order is that of `new`; removed units come last. A missing unit is None.
     """
-    names = [*new, *(name for name in old if name not in new)]
+    names = list(dict.fromkeys((*new, *old)))
     changes = [change(old.get(name), new.get(name)) for name in names]
     for run in runs(names, changes):
         first, last = names[run[0]], names[run[-1]]
         yield first if len(run) == 1 else fold(first, last), len(run), changes[run[0]]
 
-
-# --- two profiles ---------------------------------------------------------------------------------
 
 _MAX_SHOWN = 3
 
@@ -63,12 +54,10 @@ class UnitGrowth:
         return self.num_units * (self.states_bytes + self.activation_bytes)
 
     def __str__(self) -> str:
+        sizes = {"states": self.states_bytes, "activations": self.activation_bytes}
         parts = [
             f"{format_bytes(abs(size))} {'more' if size > 0 else 'less'} {what}"
-            for size, what in (
-                (self.states_bytes, "states"),
-                (self.activation_bytes, "activations"),
-            )
+            for what, size in sizes.items()
             if size
         ]
         each = " each" if self.num_units > 1 else ""
@@ -76,28 +65,28 @@ class UnitGrowth:
 
 
 def growth(before: Profile, after: Profile) -> tuple[UnitGrowth, ...]:
-    """The units whose bytes differ, in the order of `after`; those that went come last.
+    """The units whose bytes differ, in the order of `after`; removed units come last.
 
-    A unit that is in one profile alone counts with all its bytes.
+    A unit that is in only one profile counts with all its bytes.
     """
-    old, new = ({unit.name: unit for unit in profile.units} for profile in (before, after))
 
-    def size(unit: Unit | None) -> tuple[int, int]:
-        if unit is None:
-            return 0, 0
-        states = unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes
-        return states, unit.cost("keep").kept_bytes
+    def sizes(profile: Profile) -> dict[str, tuple[int, int]]:
+        return {
+            unit.name: (
+                unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+                unit.cost("keep").kept_bytes,
+            )
+            for unit in profile.units
+        }
 
-    def grown(was: Unit | None, now: Unit | None) -> tuple[int, int]:
-        (states, kept), (states_before, kept_before) = size(now), size(was)
+    def grown(was: tuple[int, int] | None, now: tuple[int, int] | None) -> tuple[int, int]:
+        (states, kept), (states_before, kept_before) = now or (0, 0), was or (0, 0)
         return states - states_before, kept - kept_before
 
     return tuple(
-        UnitGrowth(
-            units=units, num_units=num_units, states_bytes=states, activation_bytes=activations
-        )
-        for units, num_units, (states, activations) in _changes(old, new, grown)
-        if states or activations
+        UnitGrowth(units=units, num_units=count, states_bytes=states, activation_bytes=kept)
+        for units, count, (states, kept) in _changes(sizes(before), sizes(after), grown)
+        if states or kept
     )
 
 
@@ -108,12 +97,9 @@ def growth_in_words(grown: Sequence[UnitGrowth]) -> str:
     return "; ".join(map(str, most)) + more
 
 
-# --- two plans ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that both plans say, and say differently, as texts."""
+    """A fact about both plans that differs, as texts."""
 
     name: str
     before: str
@@ -122,10 +108,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionChange:
-    """A run of units that decide otherwise; `None`: the units are not in that plan.
-
-    Where the decisions are the same, what differs is their leads and drains.
-    """
+    """A run of units with other decisions, leads or drains; None: the plan lacks these units."""
 
     units: str
     num_units: int
@@ -134,7 +117,7 @@ class DecisionChange:
 
 
 _OF_STAGE = "device peak of stage"
-"""The names of amounts that the table has, and the sentence has not."""
+"""Beginning of the names of amounts that only the table shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +146,7 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff:
-    """All that a reviewer has to know of a new plan."""
+    """All differences between two plans."""
 
     num_units: int  # of both plans together
     facts: tuple[Fact, ...]
@@ -176,11 +159,16 @@ class PlanDiff:
 
 
 def plan_diff(old: Plan, new: Plan) -> PlanDiff:
-    """Compare two plans; units are the same where their names are."""
+    """Compare two plans; units are matched by name."""
     before, after = ({unit.name: unit for unit in plan.units} for plan in (old, new))
+    facts, new_facts = _facts(old), _facts(new)
     return PlanDiff(
         num_units=len({*before, *after}),
-        facts=tuple(_facts(old, new)),
+        facts=tuple(
+            Fact(name=name, before=text, after=new_facts[name])
+            for name, text in facts.items()
+            if text != new_facts[name]
+        ),
         decisions=tuple(
             DecisionChange(units=units, num_units=count, before=change[0], after=change[1])
             for units, count, change in _changes(before, after, _change)
@@ -192,9 +180,8 @@ def plan_diff(old: Plan, new: Plan) -> PlanDiff:
 
 def in_words(diff: PlanDiff) -> str:
     """The change in a sentence or two."""
-    if not diff.decisions:
-        first = "No decision differs."
-    else:
+    first = "No decision differs."
+    if diff.decisions:
         first = f"{diff.num_changed} of {diff.num_units} layers decide otherwise."
     moved = [
         f"{amount.name} {'grows' if amount.after > amount.before else 'shrinks'}"
@@ -209,55 +196,40 @@ def in_words(diff: PlanDiff) -> str:
     return f"{first} The predicted {joined}."
 
 
-def _facts(old: Plan, new: Plan) -> Iterator[Fact]:
-    texts: list[tuple[str, Callable[[Plan], str]]] = [
-        ("model", lambda plan: plan.workload.model),
-        ("model fingerprint", lambda plan: plan.model_fingerprint),
-        ("batch", lambda plan: f"{plan.workload.batch_size} x {plan.workload.seq_len} tokens"),
-        ("dtype", lambda plan: f"{plan.workload.dtype}, {plan.workload.precision}"),
-        ("adapter", lambda plan: plan.workload.adapter or "none"),
-        ("quantised weights", lambda plan: plan.workload.quantize or "none"),
-        ("compiled", lambda plan: plan.workload.compile or "nothing"),
-        ("machine", lambda plan: plan.hardware),
-        ("optimizer", lambda plan: plan.optimizer),
-        ("profile", lambda plan: plan.profile_fingerprint),
-        ("device budget", lambda plan: _size(plan.budgets.device)),
-        ("host budget", lambda plan: _size(plan.budgets.host)),
-        ("disk budget", lambda plan: _size(plan.budgets.disk)),
-    ]
-    both = [(name, text(old), text(new)) for name, text in texts]
+def _facts(plan: Plan) -> dict[str, str]:
+    """Everything that a plan says besides its decisions and predictions, as texts by name."""
+    workload, budgets, pipeline = plan.workload, plan.budgets, plan.pipeline
+    facts = {
+        "model": workload.model,
+        "model fingerprint": plan.model_fingerprint,
+        "batch": f"{workload.batch_size} x {workload.seq_len} tokens",
+        "dtype": f"{workload.dtype}, {workload.precision}",
+        "adapter": workload.adapter or "none",
+        "quantised weights": workload.quantize or "none",
+        "compiled": workload.compile or "nothing",
+        "machine": plan.hardware,
+        "optimizer": plan.optimizer,
+        "profile": plan.profile_fingerprint,
+        "device budget": _size(budgets.device),
+        "host budget": _size(budgets.host),
+        "disk budget": _size(budgets.disk),
+    }
     for name, (words, _) in SETTINGS.items():
-        before, after = (_setting_text(name, getattr(one.settings, name)) for one in (old, new))
-        both.append((words, before, after))
-    for words, of in _PIPELINE.items():
-        pipelines = (old.pipeline, new.pipeline)
-        before, after = ("none" if one is None else str(of(one)) for one in pipelines)
-        both.append((words, before, after))
-    both.append(("exactness", old.exactness, new.exactness))
-    for name, before, after in both:
-        if before != after:
-            yield Fact(name=name, before=before, after=after)
-
-
-_PIPELINE: dict[str, Callable[[PipelinePlan], object]] = {
-    "stages": lambda pipeline: len(pipeline.stages),
-    "schedule of stages": lambda pipeline: pipeline.schedule,
-    "layout of stages": lambda pipeline: pipeline.layout,
-    "nodes of all stages": lambda pipeline: pipeline.num_nodes,
-    "first units of stages": lambda pipeline: "; ".join(
-        ", ".join(stage.first_units) for stage in pipeline.stages
-    ),
-    "micro-batches held by stages": lambda pipeline: ", ".join(
-        str(stage.held) for stage in pipeline.stages
-    ),
-}
-"""Facts about a pipeline."""
-
-
-def _setting_text(name: str, value: Any) -> str:
-    if name.endswith("_bytes"):
-        return _size(value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+        value = getattr(plan.settings, name)
+        text = f"{value:.3g}" if isinstance(value, float) else str(value)
+        facts[words] = _size(value) if name.endswith("_bytes") else text
+    of_pipeline = {
+        "stages": pipeline and len(pipeline.stages),
+        "schedule of stages": pipeline and pipeline.schedule,
+        "layout of stages": pipeline and pipeline.layout,
+        "nodes of all stages": pipeline and pipeline.num_nodes,
+        "first units of stages": pipeline
+        and "; ".join(", ".join(stage.first_units) for stage in pipeline.stages),
+        "micro-batches held by stages": pipeline
+        and ", ".join(str(stage.held) for stage in pipeline.stages),
+    }
+    facts |= {name: "none" if value is None else str(value) for name, value in of_pipeline.items()}
+    return facts | {"exactness": plan.exactness}
 
 
 def _size(size: int) -> str:
@@ -293,24 +265,26 @@ def _schedule(unit: UnitPlan) -> str:
 
 
 def _amounts(old: Plan, new: Plan) -> Iterator[Amount]:
-    numbers: tuple[tuple[str, Callable[[Prediction], float], bool], ...] = (
-        ("device peak", lambda found: found.peak_bytes.on_device, True),
-        ("host peak", lambda found: found.peak_bytes.host, True),
-        ("disk peak", lambda found: found.peak_bytes.disk, True),
-        ("step", lambda found: found.step_seconds, False),
-        ("first step", lambda found: found.first_step_seconds, False),
-        ("clipped step", lambda found: found.clipped_step_seconds, False),
-        ("bound on the step", lambda found: found.lower_bound_seconds, False),
-    )
-    may_be_absent = ("host peak", "disk peak", "first step", "clipped step")
-    for name, number, in_bytes in numbers:
-        before, after = number(old.prediction), number(new.prediction)
-        if name in may_be_absent and not (before or after):
-            continue
-        if name in may_be_absent and not in_bytes:  # 0: it takes as long as every step
+    peaks = {"device peak": "on_device", "host peak": "host", "disk peak": "disk"}
+    for name, field in peaks.items():
+        before, after = (getattr(one.prediction.peak_bytes, field) for one in (old, new))
+        if before or after or field == "on_device":
+            yield Amount(name=name, before=before, after=after, in_bytes=True)
+    times = {
+        "step": "step_seconds",
+        "first step": "first_step_seconds",
+        "clipped step": "clipped_step_seconds",
+        "bound on the step": "lower_bound_seconds",
+    }
+    for name, field in times.items():
+        before, after = (getattr(one.prediction, field) for one in (old, new))
+        if name in ("first step", "clipped step"):
+            if not (before or after):
+                continue
+            # 0: it takes as long as every step.
             before = before or old.prediction.step_seconds
             after = after or new.prediction.step_seconds
-        yield Amount(name=name, before=before, after=after, in_bytes=in_bytes)
+        yield Amount(name=name, before=before, after=after, in_bytes=False)
     stages = [plan.pipeline.stages if plan.pipeline else () for plan in (old, new)]
     if len(stages[0]) == len(stages[1]):
         for stage, (was, now) in enumerate(zip(*stages, strict=True)):

@@ -3,13 +3,13 @@
 A plan names its profile by fingerprint; the profile lies in the plan's folder, under any name.
 
 [Note: what is a record] A YAML file in a folder is a record if the key `protrain` stands at its
-top, as the one reader of records sees it. A file that has this key for a more lenient reader (in
-another encoding, with a tag or an alias, in a second document, in capitals), or that speaks of
-protrain and is no YAML at all, was meant as a plan: it fails. Other files are ignored.
+top, as the reader of records sees it. A file that has this key for a more lenient reader (in
+another encoding, with a tag or an alias, in a second document, in capitals), or that mentions
+protrain and is not YAML, was meant as a plan: it fails. Other files are ignored.
 
-[Note: links] A folder's files are those that lie in it, and those in the repository that it links
-to. What a link leads to elsewhere is not what is reviewed with the folder: it fails. So does a plan
-that was named, or a profile beside it.
+[Note: links] A folder's files are those in it, and files of the repository that it links to. Links
+to other places are not reviewed with the folder: they fail. So does a plan that was named, or a
+profile beside it, if it lies elsewhere.
 """
 
 import os
@@ -45,15 +45,12 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 }
 _KEY = "protrain"
 _MAX_BYTES = 16 * 2**20
-"""Largest file in which that word is looked for."""
+"""Largest file in which the word is looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """A plan's file and the profiles in its folder, read as far as possible.
-
-    Of another record that cannot be read there is the error alone.
-    """
+    """A plan's file and the profiles in its folder, or the errors of what cannot be read."""
 
     path: Path
     text: str
@@ -77,15 +74,15 @@ class Search:
     """Files that were found: plans, and records that cannot be read, each once and in order."""
 
     files: tuple[Files, ...]
-    num_seen: int  # files that were named, and those of folders that were
-    num_records: int  # among them
+    num_seen: int  # files that were named, and files in folders that were named
+    num_records: int  # records among these files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Seen:
-    """A file as it was found: of another kind than a plan or a profile, `record` is None."""
+    """A file that was found; `record` is None if it is neither a plan nor a profile."""
 
-    kind: str | None  # None: no record, or one that does not say which (an error then)
+    kind: str | None  # None: no record, or one of an unknown kind (then `record` is an error)
     text: str = ""
     record: Plan | Profile | RecordError | None = None
 
@@ -93,7 +90,7 @@ class _Seen:
 def search(paths: Sequence[Path]) -> Search:
     """Read the files, which are plans, and all records in the folders at any depth.
 
-    ProtrainError where a path is missing, or a folder has no plan.
+    Raises ProtrainError if a path is missing, or a folder has no plan.
     See [Note: what is a record] and [Note: links].
     """
     for path in paths:
@@ -102,11 +99,11 @@ def search(paths: Sequence[Path]) -> Search:
     folders = {path for path in paths if os.path.isdir(path)}  # noqa: PTH112  (it never raises)
     within = tuple(folders)
     seen: dict[Path, _Seen] = {}
-    named: set[Path] = set()  # besides these, what lies beside a plan is seen
+    named: set[Path] = set()  # besides these, files beside a plan are seen
     found: dict[Path, Files] = {}
     for path in paths:
         if path not in folders:  # a plan, because it was named
-            # The folder of one that lies elsewhere was named, too.
+            # The folder of a plan that lies elsewhere was named, too.
             is_here = Path(os.path.abspath(path)).is_relative_to(repository())  # noqa: PTH100
             beside = () if is_here else (path.parent,)
             try:
@@ -116,26 +113,23 @@ def search(paths: Sequence[Path]) -> Search:
             except RecordError as error:
                 found[path] = Files(path=path, text="", plan=error, profiles=())
             continue
-        entries = sorted(_entries(path, within), key=lambda entry: entry[0])
-        named.update(file for file, _ in entries)
-        for file, problem in entries:
-            seen[file] = (
-                _look_at(file, within)
-                if problem is None
-                else _Seen(kind=None, record=_failure(problem, file))
-            )
-        plans = [file for file, _ in entries if isinstance(seen[file].record, Plan | RecordError)]
-        if not plans:
-            fix = "write one with protrain plan -o, or name another folder"
-            raise ProtrainError("no plan in this folder", source=str(path), fix=fix)
-        for file in plans:
+        here = dict(sorted(_entries(path, within), key=lambda entry: entry[0]))
+        seen |= {file: one or _look_at(file, within) for file, one in here.items()}
+        named |= here.keys()
+        is_empty = True
+        for file in here:
             one, is_plan = seen[file], seen[file].kind == "plan"
-            assert isinstance(one.record, Plan | RecordError)
+            if not isinstance(one.record, Plan | RecordError):
+                continue
+            is_empty = False
             if file not in found:
                 profiles = _profiles_beside(file, seen, within) if is_plan else ()
                 found[file] = Files(
                     path=file, text=one.text, plan=one.record, profiles=profiles, is_plan=is_plan
                 )
+        if is_empty:
+            fix = "write one with protrain plan -o, or name another folder"
+            raise ProtrainError("no plan in this folder", source=str(path), fix=fix)
     records = [path for path in named if seen[path].kind or seen[path].record]
     return Search(
         files=tuple(found.values()),
@@ -147,9 +141,9 @@ def search(paths: Sequence[Path]) -> Search:
 def read_files(
     path: Path, seen: dict[Path, _Seen] | None = None, within: Sequence[Path] = ()
 ) -> Files:
-    """Return the plan and its folder's profiles; RecordError if the plan's file is no text.
+    """Return the plan and its folder's profiles; RecordError if the plan's file is not text.
 
-    What was `seen` already is not read again. For `within` see `_look_at`.
+    Files in `seen` are not read again. For `within` see `_look_at`.
     """
     text = read_text(path)
     plan: Plan | RecordError
@@ -162,7 +156,7 @@ def read_files(
 
 
 def opened(files: Files) -> Case | None:
-    """The plan with its profile, None where one of them is missing."""
+    """The plan with its profile; None if one of them is missing."""
     if isinstance(files.plan, RecordError):
         return None
     for path, profile in files.profiles:
@@ -172,7 +166,7 @@ def opened(files: Files) -> Case | None:
 
 
 def line_of(text: str, key: str | None) -> int:
-    """The line of a key such as `prediction.peak_bytes`, or of the last part of it there is."""
+    """The line of a key such as `prediction.peak_bytes`, or of its last part that exists."""
     with suppress(RecordError):
         if key:
             return replace(parsed(text, None), path=tuple(key.split("."))).line or 1
@@ -183,10 +177,9 @@ def _profiles_beside(
     path: Path, seen: dict[Path, _Seen], within: Sequence[Path]
 ) -> tuple[tuple[Path, Profile | RecordError], ...]:
     """The profiles in a plan's folder, and the records there that may have been one."""
-    try:
+    files: list[Path] = []
+    with suppress(OSError):
         files = sorted(path.parent.iterdir())
-    except OSError:
-        files = []
     found: list[tuple[Path, Profile | RecordError]] = []
     for file in files:
         if file == path or not file.name.lower().endswith(_SUFFIXES) or os.path.isdir(file):  # noqa: PTH112
@@ -199,13 +192,10 @@ def _profiles_beside(
     return tuple(found)
 
 
-# --- the files of a folder ------------------------------------------------------------------------
+def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, _Seen | None]]:
+    """Yield the YAML files at any depth, and, with errors, what stands in a file's place.
 
-
-def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str | None]]:
-    """The YAML files at any depth, and whatever else is in a file's or a folder's place, with why.
-
-    A folder is entered once, and by its own name rather than by a link's.
+    Folders are entered once, by their own names rather than by a link's.
     """
     waiting, links, entered = [folder], list[Path](), set[str]()
     while waiting or links:
@@ -215,13 +205,13 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
             continue
         entered.add(real)
         if (problem := leads_out(real, *within)) is not None:
-            yield above, problem.replace("this file lies", "this link points")
+            yield above, _failed(problem.replace("this file lies", "this link points"), above)
             continue
         try:
             with os.scandir(above) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
         except OSError as error:
-            yield above, f"cannot read this folder: {error.strerror}"
+            yield above, _failed(f"cannot read this folder: {error.strerror}", above)
             continue
         for entry in entries:
             path, is_yaml = above / entry.name, entry.name.lower().endswith(_SUFFIXES)
@@ -230,26 +220,24 @@ def _entries(folder: Path, within: Sequence[Path]) -> Iterator[tuple[Path, str |
                     yield path, None
             elif entry.name != ".git":  # nothing in there is part of a commit
                 if is_yaml:
-                    yield path, "this is a directory, not a file"
+                    yield path, _failed("this is a directory, not a file", path)
                 (links if entry.is_symlink() else waiting).append(path)
 
 
 def _look_at(path: Path, within: Sequence[Path]) -> _Seen:
-    """Read a file as what it is; with folders, links lead into one of them or the repository."""
+    """Read a file; with `within`, it has to lie in one of these folders or the repository."""
+    kind, text, source = None, "", str(path)
+    record: object
     try:
         if not _speaks_of_us(path):
             return _Seen(kind=None)
         text = read_text(path)
-    except RecordError as error:
-        return _Seen(kind=None, record=error)
-    found = documents(text)
-    # What cannot be read was meant as one, see [Note: what is a record].
-    if found is not None and not any(map(_is_ours, found)):
-        return _Seen(kind=None)
-    if within and (problem := leads_out(path, *within)) is not None:
-        return _Seen(kind=None, record=_failure(problem, path))
-    kind, record, source = None, None, str(path)
-    try:
+        found = documents(text)
+        # A file that cannot be read was meant as a record, see [Note: what is a record].
+        if found is not None and not any(map(_is_ours, found)):
+            return _Seen(kind=None)
+        if within and (problem := leads_out(path, *within)) is not None:
+            return _failed(problem, path)
         kind_found = kind_of(text, source)
         if kind_found is None:
             problem = f"missing key {_KEY!r}, which is not written so"
@@ -275,7 +263,9 @@ def _failure(problem: str, path: Path) -> RecordError:
     return RecordError(problem, source=str(path), fix=fix)
 
 
-# --- what looks like a record ---------------------------------------------------------------------
+def _failed(problem: str, path: Path) -> _Seen:
+    return _Seen(kind=None, record=_failure(problem, path))
+
 
 _ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})"
@@ -284,9 +274,9 @@ _ESCAPE = re.compile(
 
 
 def _speaks_of_us(path: Path) -> bool:
-    """Return whether the word stands in a regular file, in any encoding and however it is escaped.
+    """Return whether the word is in a regular file, in any encoding and with any escapes.
 
-    Never blocks. RecordError for anything but a regular file, and for one too large.
+    Never blocks. Raises RecordError for anything but a regular file, and for one too large.
     """
     try:
         # A pipe would wait for its other end.
@@ -299,24 +289,20 @@ def _speaks_of_us(path: Path) -> bool:
     except OSError as error:
         raise RecordError(f"cannot be read: {error.strerror}", source=str(path)) from None
     if max(status.st_size, len(content)) > _MAX_BYTES:
-        problem = (
-            f"this file is larger than the {format_bytes(_MAX_BYTES)} that protrain check reads"
-        )
+        most = format_bytes(_MAX_BYTES)
+        problem = f"this file is larger than the {most} that protrain check reads"
         raise RecordError(problem, source=str(path))
-    content = content.replace(b"\0", b"")  # without, ASCII is what UTF-16 and -32 are
+    content = content.replace(b"\0", b"")  # without these, UTF-16 and -32 read as ASCII
     try:
         text = content.decode()
     except UnicodeDecodeError:
         text = content.decode("latin-1")
-    return _KEY in as_seen(text) or (
-        "\\" in text and _KEY in as_seen(_ESCAPE.sub(_unescaped, text))
-    )
 
+    def unescaped(escape: re.Match[str]) -> str:
+        number = int(escape[1] or escape[2] or escape[3] or "110000", 16)
+        return chr(number) if number < 0x110000 else ""
 
-def _unescaped(escape: re.Match[str]) -> str:
-    digits = escape[1] or escape[2] or escape[3]
-    number = int(digits, 16) if digits else 0x110000
-    return chr(number) if number < 0x110000 else ""
+    return _KEY in as_seen(text) or ("\\" in text and _KEY in as_seen(_ESCAPE.sub(unescaped, text)))
 
 
 def _is_ours(document: yaml.Node) -> bool:

@@ -1,6 +1,6 @@
-"""The machines that a plan is checked on, what it may take of each, and what it takes there now.
+"""Machines that a plan is checked on, its limits there, and what it takes there now.
 
-The functions that predict are the planner's: what a plan records is what they say.
+Predictions come from the planner's own functions, which also made the plan's record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from protrain_runtime.contract.records.profile import Profile
 
 
 class Predicted(NamedTuple):
-    """Cost of a step: bytes of each tier at its peak, seconds, and stages of a pipeline."""
+    """Cost of a step: peak bytes of each tier, seconds, and stages of a pipeline."""
 
     peak_bytes: TierBytes
     step_seconds: float
@@ -88,18 +88,15 @@ class Model:
     def profile(self) -> Profile:
         """Cost of the model on the plan's own machine.
 
-        A model that is as it was profiled costs what was profiled. One that changed costs what an
-        estimate says, and so does one whose profile was an estimate itself. On a CPU that was made
-        where kernels could be measured, or with bounds: an estimate made here may have other peaks,
-        and those of the profile hold for as long as the rest is the same.
+        An unchanged model keeps its measured profile. A model that changed, or whose profile is an
+        estimate, is estimated again. On a CPU, peaks depend on kernels that were measured elsewhere
+        or bounded: the profile's peaks hold as long as the rest is unchanged.
         """
         recorded = self.case.profile
         if isinstance(self.today, Today) and (self.changed or recorded.method == "estimated"):
             found = self.today.profile(recorded.hardware)
-            if isinstance(found, Profile) and not (
-                recorded.workload.device == "cpu"
-                and not self.changed
-                and not growth(recorded, found)
+            if isinstance(found, Profile) and (
+                self.changed or recorded.workload.device != "cpu" or growth(recorded, found)
             ):
                 return found
         return recorded
@@ -112,7 +109,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOnMachine:
-    """A plan with its model on a machine, and the limits there; `own` where it was made for it."""
+    """A plan with its model on a machine, and the limits there; `own`: it was made for it."""
 
     model: Model
     hardware: Hardware
@@ -131,15 +128,12 @@ class PlanOnMachine:
 
     @cached_property
     def profile(self) -> Profile:
-        """Cost of the model on this machine: bytes for sure, seconds where it is the plan's.
-
-        The memory and the links are the machine's; seconds of compute stay as they are.
-        """
+        """Cost of the model with this machine's memory and links; seconds of compute stay."""
         return replace(self.model.profile, hardware=self.hardware)
 
     @cached_property
     def misfit(self) -> str | None:
-        """Reason why the plan decides about another model than this one; None where it does not."""
+        """Reason why the plan is for another model; None if it is for this one."""
         return misfit(self.case.plan, self.profile)
 
     @cached_property
@@ -149,9 +143,9 @@ class PlanOnMachine:
 
     @cached_property
     def seconds(self) -> float | Broken | Unavailable:
-        """The predicted step, with compute estimated for this machine where it is not the plan's.
+        """The predicted step; on a machine that is not the plan's own, compute is estimated.
 
-        Estimated seconds stand for themselves alone: a measured profile's have to be measured.
+        Estimated seconds are never compared with measured ones.
         """
         if self.own:
             if self.profile.method != self.case.profile.method:
@@ -168,10 +162,9 @@ class PlanOnMachine:
 
 
 class Machines:
-    """Budgets by machine, and the machines on which plans have to fit because of them, read once.
+    """Budgets by the machines' own names, and the machines that plans have to fit, read once.
 
-    Budgets are by the names that machines have themselves, which their files may not be called.
-    RecordError where a file with hardware cannot be read.
+    Raises RecordError if a machine's file cannot be read.
     """
 
     def __init__(self, budgets: Mapping[str, MachineBudget], plans: Sequence[Path]) -> None:
@@ -188,15 +181,14 @@ class Machines:
                     self._read[budget.machine] = error
 
     def of(self, model: Model, on: Sequence[Hardware] = ()) -> list[PlanOnMachine]:
-        """The plan on its own machine, and on those whose budgets name it; or on those in `on`.
+        """The plan on its own machine and those whose budgets name it, or on those in `on`.
 
-        ProtrainError where a machine that has to fit the plan is not known.
+        Raises ProtrainError if a machine that has to fit the plan is unknown.
         """
-        case = model.case
-        own = case.profile.hardware
+        own = model.case.profile.hardware
         there = [own if machine.name == own.name else machine for machine in on] or [own]
         for name, budget in () if on else self.budgets.items():
-            if name != own.name and budget.names(case.path):
+            if name != own.name and budget.names(model.case.path):
                 found = self._read[budget.machine]
                 if isinstance(found, ProtrainError):
                     raise found
@@ -205,33 +197,32 @@ class Machines:
 
 
 def _machine(budget: MachineBudget) -> Hardware:
-    """Read the machine from the catalogue, the repository or the budgets' folder only."""
+    """Read the machine, from the catalogue, the repository or the budgets' folder only."""
     if budget.machine not in hardware_names():
         refuse_outside(budget.machine, Path(budget.source).parent)
     return load_hardware(budget.machine)
 
 
 def _on_machine(model: Model, machine: Hardware, budget: MachineBudget | None) -> PlanOnMachine:
-    """One device's limits. What a budget says is a node's, as is what a machine's devices share."""
+    """The limits of one device: budgets of host and disk are for a node, which devices share."""
     case, own = model.case, machine.name == model.case.profile.hardware.name
-    planned, group = case.plan.budgets, case.plan.whole
+    group, has = case.plan.whole, machine
     asked = budget or MachineBudget(machine=machine.name, source="")
-    has = machine
     if not_joined(case.plan, machine) is None:
         has = profile_of_rank(replace(case.profile, hardware=machine), group).hardware
     there: dict[str, int] = {tier.name: tier.capacity_bytes for tier in has.tiers}
     there["device"] = machine.device.memory_bytes
     limits: dict[str, Limit] = {}
     for tier in ("device", "host", "disk"):
-        size, source = there.get(tier, 0), "the machine's memory"
-        source += " for each device" * (group.in_node > 1)
+        size = there.get(tier, 0)
+        source = "the machine's memory" + " for each device" * (group.in_node > 1)
         if own:
-            size, source = getattr(planned, tier), "the plan's budget"
+            size, source = getattr(case.plan.budgets, tier), "the plan's budget"
         in_budget: int | None = getattr(asked, tier)
-        if in_budget is not None and tier != "device":
-            in_budget //= group.in_node
-        if in_budget is not None and in_budget <= there.get(tier, 0):
-            size, source = in_budget, Path(asked.source).name
+        if in_budget is not None:
+            in_budget //= 1 if tier == "device" else group.in_node
+            if in_budget <= there.get(tier, 0):
+                size, source = in_budget, Path(asked.source).name
         if asked.headroom:
             source += f", {100 * asked.headroom:g}% of it free"
         limits[tier] = Limit(floor(size * (1 - asked.headroom)), source)

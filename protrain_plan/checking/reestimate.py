@@ -1,7 +1,7 @@
-"""The model as its source is today: what it is, and what it costs by an estimate without a device.
+"""Today's models: built from their current source, and estimated without a device.
 
-Its code runs with the user's rights, in a process of its own with limits; PyTorch is imported there
-alone. All records were read before it runs.
+A model's code runs with the user's rights, in a separate process with limits. Only that process
+imports PyTorch. All records are read before it starts.
 """
 
 import json
@@ -37,20 +37,19 @@ _IMPORTS = (
 )
 """Imports before a model's code; the last two for one of transformers."""
 _SUBSTITUTES = {False: "cpu", True: "h100-sxm"}
-"""Machines of the catalogue that lend their rates to one whose own are not known, by whether it has
-an accelerator."""
+"""Machines whose rates serve for a machine without rates, by whether it has an accelerator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unavailable:
-    """Reason why a model, or its estimate, cannot be had here: something is not installed."""
+    """Reason why a model or its estimate is unavailable: something is not installed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """Reason why a model whose source is here cannot be built or estimated."""
+    """Reason why a model cannot be built or estimated from its source."""
 
     reason: str
     fix: str = "fix the model or its configuration"
@@ -61,13 +60,10 @@ Estimate = Profile | Broken | Unavailable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Today:
-    """A workload's model, built from today's source; `profile` estimates it.
-
-    `changed_keys` are the keys in which configuration and profiled one differ.
-    """
+    """A workload's model, built from today's source; `profile` estimates it."""
 
     model_fingerprint: str
-    changed_keys: tuple[str, ...]
+    changed_keys: tuple[str, ...]  # keys of the configuration that changed since the profile
     profile: Callable[[Hardware], Estimate] = field(repr=False)
 
 
@@ -75,7 +71,7 @@ Look = Callable[[Profile], Today | Broken | Unavailable]
 
 
 def look_away(profile: Profile) -> Unavailable:  # noqa: ARG001 (the signature of `look`)
-    """No model is looked at: the records alone are checked."""
+    """Build no model: only the records are checked."""
     return Unavailable(reason="models are skipped (--records-only)")
 
 
@@ -105,34 +101,34 @@ def missing(workload: Workload) -> str | None:
 
 
 def said(error: BaseException) -> str:
-    """Return an error's words on one line, with the user's line that raised it, without the fix."""
+    """Return an error's message on one line, with the user's line that raised it, without a fix."""
     if isinstance(error, ProtrainError):
         words = str(ProtrainError(error.message, source=error.source, key=error.key))
         return " ".join(words.split())
     words = f"{type(error).__name__}: {words_of(error)}"
     if isinstance(error, SystemExit):
         words = f"its code exited: sys.exit({error.code!r})"
-    return f"{' '.join(words.split())[:_MAX_REASON]}{_at(*user_frame_of(error))}"
+    return " ".join(words.split())[:_MAX_REASON] + _at(*user_frame_of(error))
 
 
 def _at(source: str | None, line: int | None) -> str:
     return f" (at {source}:{line})" if source else ""
 
 
-def _is_asked_for(profile: Profile, fingerprint: str, changed: Iterable[str]) -> bool:
-    """Return whether rules ask for an estimate of a model that is now this one."""
-    changes = fingerprint != profile.model_fingerprint or bool(changed)
-    return changes or profile.method == "estimated"
+def _needs_estimate(profile: Profile, fingerprint: str, changed: tuple[str, ...]) -> bool:
+    """Return whether rules need an estimate: the model changed, or was estimated before."""
+    is_new = fingerprint != profile.model_fingerprint or bool(changed)
+    return is_new or profile.method == "estimated"
 
 
 def reestimated(
     profile: Profile, config: str, on: Hardware | None, tell: Tell
 ) -> Tally | Estimate | None:
-    """Build a profiled model from its source as that is now, and tell its fingerprint.
+    """Build a profiled model from today's source, and tell its fingerprint.
 
-    The answer is its tally on a machine, or on the profile's if rules ask for one. Runs the model's
-    code, of the configuration in `config` or of a factory; without weights where its kind allows
-    that. Paths and modules count from the working directory.
+    Returns its tally on a machine, or on the profile's if rules need one. Runs the model's code, of
+    the configuration in `config` or of a factory, without weights if possible. Paths and modules
+    are relative to the working directory.
     """
     workload, machine = profile.workload, on or profile.hardware
     try:
@@ -146,44 +142,38 @@ def reestimated(
         return Broken(reason=said(error))
     tell(fingerprint)
     changed = changed_keys(workload.model_config, config)
-    if on is None and not _is_asked_for(profile, fingerprint, changed):
+    if on is None and not _needs_estimate(profile, fingerprint, changed):
         return None
+    optimizer, machines = profile.optimizer.name, [_rated(machine)]
     try:
-        (found,) = tallies(
-            source,
-            workload,
-            optimizer=profile.optimizer.name,
-            allow=profile.allowed,
-            machines=[_rated(machine)],
-        )
+        return tallies(
+            source, workload, optimizer=optimizer, allow=profile.allowed, machines=machines
+        )[0]
     except (Exception, SystemExit) as error:  # noqa: BLE001
         reason = f"no estimate: {said(error)}"
         try:
             refuse_unknown(machine)
         except ProtrainError:
             return Unavailable(reason=reason)
-        # A model that was measured may be one that cannot be estimated, and says so; one that was
-        # estimated can be again, on every machine whose operators are known.
+        # A measured model may be impossible to estimate, and says so; an estimated one can be
+        # estimated again, on every machine whose operators are known.
         if isinstance(error, ProtrainError) and profile.method == "measured":
             return Unavailable(reason=reason)
         return Broken(reason=reason)
-    return found
 
 
 def _rated(machine: Hardware) -> Hardware:
-    """Bytes do not depend on rates: any rates serve where the machine has none."""
+    """The machine with rates: bytes do not depend on them, so any rates serve if it has none."""
     substitute = _SUBSTITUTES[is_accelerator(machine.device.kind)]
     return replace(machine, rates=machine.rates or load_hardware(substitute).rates)
 
 
-# --- from here ------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Known:
-    """Answers of the process of a model with a configuration; `broken` is why it says no more."""
+    """Answers about a model with a configuration; `broken` is why there are no more."""
 
-    config: str  # as JSON; empty of a factory
+    question: EstimateRequest | None
+    config: str  # as JSON; empty for a factory
     fingerprint: str | None = None
     tally: Tally | None = None
     estimates: dict[Hardware, Estimate] = field(default_factory=dict)
@@ -191,10 +181,9 @@ class _Known:
 
 
 class Reestimates:
-    """A `Look` from here at processes of their own.
+    """A `Look` that runs models in separate processes, with limits on seconds and bytes of memory.
 
-    Each may take so many seconds, and so many bytes of memory. Answers about models whose code is
-    that of installed libraries are cached.
+    Answers about models whose code comes from installed libraries are cached.
     """
 
     def __init__(self, *, seconds: float, memory: int, cache: EstimateCache) -> None:
@@ -208,33 +197,29 @@ class Reestimates:
             question, config = question_of(profile)
         except ProtrainError as error:
             return Broken(reason=said(error))
-        known = _Known(config)
+        known = _Known(question, config)
         if question is not None:
             known = self._known.setdefault(question, known)
             known.fingerprint = known.fingerprint or self._cache.fingerprint(question)
         if known.fingerprint is None and known.broken is None:
-            self._look(profile, question, known)
+            self._look(profile, known)
         if known.fingerprint is None:
             assert known.broken is not None
             return known.broken
         return Today(
             model_fingerprint=known.fingerprint,
             changed_keys=changed_keys(profile.workload.model_config, config),
-            profile=partial(self._profile, profile, question, known),
+            profile=partial(self._profile, profile, known),
         )
 
     def prepare(self, profiles: Iterable[Profile], progress: Callable[[str, float], None]) -> None:
-        """Look at models of installed libraries' code, several at once, each question once.
-
-        What is found waits for the calls.
-        """
-        asked: dict[EstimateRequest, list[Profile]] = {}
+        """Look at models of installed libraries, several at once; later calls find the answers."""
+        asked: dict[EstimateRequest | None, list[Profile]] = {}
         there = [profile for profile in profiles if missing(profile.workload) is None]
         for profile in there:
             with suppress(ProtrainError):  # reported when the profile is checked
-                question, _ = question_of(profile)
-                if question is not None:
-                    asked.setdefault(question, []).append(profile)
+                asked.setdefault(question_of(profile)[0], []).append(profile)
+        asked.pop(None, None)  # the code is not that of a library
         if there:
             of_transformers = any(profile.workload.model_config for profile in there)
             start_server(_IMPORTS[: None if of_transformers else 2])
@@ -242,9 +227,9 @@ class Reestimates:
         def look(profiles: Iterable[Profile]) -> None:
             for profile in profiles:
                 today = self(profile)
-                if isinstance(today, Today) and _is_asked_for(
-                    profile, today.model_fingerprint, today.changed_keys
-                ):
+                if not isinstance(today, Today):
+                    continue
+                if _needs_estimate(profile, today.model_fingerprint, today.changed_keys):
                     today.profile(profile.hardware)
 
         # Its threads are daemons: an interrupted check does not wait for them.
@@ -257,73 +242,60 @@ class Reestimates:
                     process.kill()
                 raise
 
-    def _profile(
-        self, profile: Profile, question: EstimateRequest | None, known: _Known, on: Hardware
-    ) -> Estimate:
+    def _profile(self, profile: Profile, known: _Known, on: Hardware) -> Estimate:
         if profile.beside is not None:
             return Unavailable(reason="estimates with a frozen model beside are not repeated")
         if on not in known.estimates:
-            tally = known.tally or (self._cache.tally(question) if question else None)
-            kind = on.device.kind
+            tally, kind = known.tally, on.device.kind
+            tally = tally or (self._cache.tally(known.question) if known.question else None)
             if tally and is_accelerator(kind) and tally.profile.workload.device == kind:
                 known.estimates[on] = replace(tally.on(_rated(on)), hardware=on)
             elif known.broken is None:
-                self._look(profile, question, known, on)
+                self._look(profile, known, on)
         found = known.estimates.get(on) or known.broken
         assert found is not None
         return found
 
-    def _look(
-        self,
-        profile: Profile,
-        question: EstimateRequest | None,
-        known: _Known,
-        on: Hardware | None = None,
-    ) -> None:
-        """Run the model's code, and note what it says."""
+    def _look(self, profile: Profile, known: _Known, on: Hardware | None = None) -> None:
+        """Run the model's code, and store its answer in `known`."""
         machine = on or profile.hardware
         try:
             work = partial(reestimated, profile, known.config, on)
             hear = partial(setattr, known, "fingerprint")
             found = run(work, limits=self._limits, hear=hear)
-        except ProtrainError as error:
-            # The end of a process as a line of a report, with what mends it.
-            reason = f"{error.message}{_at(error.source, error.line)}"
-            known.broken = Broken(reason=reason)
+        except ProtrainError as error:  # of a process that ended
+            reason = error.message + _at(error.source, error.line)
+            known.broken = self._with_fix(Broken(reason=reason))
             if isinstance(error, EndedError) and error.limit == "seconds":
                 fix = f"--time-limit, if it needs more than {self._limits.seconds:g} s"
-                known.broken = Broken(reason=reason, fix=fix)
-            elif _lacks_memory(reason):
-                known.broken = Broken(reason=reason, fix=self._more_memory)
+                known.broken = replace(known.broken, fix=fix)
             return
         if isinstance(found, Tally):
             known.tally = found
             known.estimates[machine] = replace(found.profile, hardware=machine, method="estimated")
-        elif isinstance(found, Broken) and _lacks_memory(found.reason):
-            found = replace(found, fix=self._more_memory)
+        elif isinstance(found, Broken):
+            found = self._with_fix(found)
         if known.fingerprint is None:
             known.broken = found
         elif isinstance(found, Broken | Unavailable):
             known.estimates[machine] = found
-        if question is not None and known.fingerprint is not None:
-            self._cache.keep_fingerprint(question, known.fingerprint)
+        if known.question is not None and known.fingerprint is not None:
+            self._cache.keep_fingerprint(known.question, known.fingerprint)
             if isinstance(found, Tally):
-                self._cache.keep_tally(question, found)
+                self._cache.keep_tally(known.question, found)
 
-    @property
-    def _more_memory(self) -> str:
-        return f"--model-memory, if it needs more than {format_bytes(self._limits.memory)}"
-
-
-def _lacks_memory(reason: str) -> bool:
-    return "MemoryError" in reason or "allocate memory" in reason
+    def _with_fix(self, found: Broken) -> Broken:
+        if "MemoryError" in found.reason or "allocate memory" in found.reason:
+            limit = format_bytes(self._limits.memory)
+            return replace(found, fix=f"--model-memory, if it needs more than {limit}")
+        return found
 
 
 def question_of(profile: Profile) -> tuple[EstimateRequest | None, str]:
-    """The question about a model whose code is the libraries' alone, and its configuration.
+    """The cache's question about a model whose code comes from libraries, and its configuration.
 
-    A preset and a configuration's file are read anew; where the file is gone, it is the recorded
-    one. ProtrainError where a file holds none.
+    A preset or a configuration file is read again; if the file is gone, the recorded configuration
+    counts. Raises ProtrainError for a file without a configuration.
     """
     workload, name = profile.workload, profile.workload.model
     # A file outside the repository cannot be changed by it: the recorded one counts.

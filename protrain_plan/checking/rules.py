@@ -1,13 +1,13 @@
-"""The rules. A function's name is its code, its docstring the explanation, its answer a verdict.
+"""The rules of `protrain check`: functions that return verdicts.
 
-A plan's file comes first, then what it says of its profile and of the model, then what it takes of
-each machine. Where one stage fails, the later ones have nothing to speak of. Budgets and the
-number of plans come last. A new rule is a function here, and its name in a table at the end.
-`check` holds plans against all of them.
+A function's name is the rule's code, its docstring the explanation. Rules about a plan's file come
+first, then those about its profile and its model, then those about each machine; if one group
+fails, later ones are not applied. Rules about budgets and the number of plans come last. A new rule
+is a function here, and its name in a table at the end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getdoc
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -22,7 +22,6 @@ from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.stages.pipelines import problems_of
 from protrain_plan.simulation.group import not_joined
 from protrain_runtime.contract.errors import ProtrainError, RecordError
-from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.records import commands as records
 from protrain_runtime.contract.records.hardware import Hardware, TierName
 from protrain_runtime.contract.records.plan import SETTINGS, Budgets, StepSettings
@@ -53,7 +52,7 @@ class Failed:
 
     problem: str
     key: str | None = None
-    line: int | None = None  # where it is known already: of what cannot be read
+    line: int | None = None  # of a file that cannot be read
     fix: str | None = None
     growth: tuple[UnitGrowth, ...] = ()
     excess_bytes: int | None = None
@@ -103,11 +102,11 @@ class Finding:
 class Report:
     """All findings on so many plans, plan by plan in the order of the rules.
 
-    num_plans    that were checked, those that cannot be read too
-    num_seen     files that were named, and those in folders that were
-    num_records  among them, of any kind, those too that cannot be read
+    num_plans    plans that were checked, including those that cannot be read
+    num_seen     files that were named, and files in folders that were named
+    num_records  records among these files, including those that cannot be read
 
-    With `strict`, a rule that could not be checked counts as one that failed.
+    With `strict`, skipped rules count as failures.
     """
 
     findings: tuple[Finding, ...]
@@ -132,9 +131,6 @@ class Report:
         if any(verdict.no_plan_fits for verdict in failed):
             return 3
         return 1 if failed or (self.strict and self.with_verdict(Skipped)) else 0
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 def ver001(files: Files) -> Verdict:
@@ -188,9 +184,6 @@ def prf001(files: Files) -> Verdict:
     return Failed(problem=problem, key="profile_fingerprint", fix=fix)
 
 
-# --- the plan and its model -----------------------------------------------------------------------
-
-
 def pln001(model: Model) -> Verdict:
     """The plan decides about the units of its profile, and nothing that they cannot do.
 
@@ -199,12 +192,17 @@ def pln001(model: Model) -> Verdict:
     """
     case = model.case
     if (problem := misfit(case.plan, case.profile)) is not None:
-        return Failed(problem=problem, key="units", fix=plan_again(case))
-    for key, what in (("model_fingerprint", "model"), ("workload", "workload")):
+        return _stale(case, problem, "units")
+    for key in ("model_fingerprint", "workload"):
         if getattr(case.plan, key) != getattr(case.profile, key):
-            problem = f"the plan and its profile name different {what}s"
-            return Failed(problem=problem, key=key, fix=plan_again(case))
+            what = key.removesuffix("_fingerprint")
+            return _stale(case, f"the plan and its profile name different {what}s", key)
     return Passed(found=f"{len(case.plan.units)} units")
+
+
+def _stale(case: Case, problem: str, key: str) -> Failed:
+    """A problem that planning again solves."""
+    return Failed(problem=problem, key=key, fix=plan_again(case))
 
 
 def exa001(model: Model) -> Verdict:
@@ -239,19 +237,19 @@ def sim001(model: Model) -> Verdict:
         before, now = getattr(recorded.peak_bytes, tier), getattr(found.peak_bytes, tier)
         if before != now:
             problem = f"the recorded peak is {before} bytes ({tier}), the computed one {now}"
-            return Failed(problem=problem, key="prediction.peak_bytes", fix=plan_again(case))
-    if recorded.step_seconds != found.step_seconds:
-        before_s, now_s = recorded.step_seconds, found.step_seconds
+            return _stale(case, problem, "prediction.peak_bytes")
+    before_s, now_s = recorded.step_seconds, found.step_seconds
+    if before_s != now_s:
         problem = f"the recorded step is {before_s!r} s, the computed one {now_s!r} s"
-        return Failed(problem=problem, key="prediction.step_seconds", fix=plan_again(case))
-    if case.plan.pipeline is not None and case.plan.pipeline.stages != found.stages:
-        pairs = zip(case.plan.pipeline.stages, found.stages, strict=True)
-        stage = next(s for s, (before, now) in enumerate(pairs) if before != now)
-        problem = f"the recorded values of stage {stage} differ from the computed ones"
-        return Failed(problem=problem, key="pipeline.stages", fix=plan_again(case))
-    if recorded.lower_bound_seconds > recorded.step_seconds:
+        return _stale(case, problem, "prediction.step_seconds")
+    stages = case.plan.pipeline.stages if case.plan.pipeline else ()
+    for stage, (before, now) in enumerate(zip(stages, found.stages, strict=True)):
+        if before != now:
+            problem = f"the recorded values of stage {stage} differ from the computed ones"
+            return _stale(case, problem, "pipeline.stages")
+    if recorded.lower_bound_seconds > before_s:
         problem = "the recorded lower bound exceeds the step time"
-        return Failed(problem=problem, key="prediction.lower_bound_seconds", fix=plan_again(case))
+        return _stale(case, problem, "prediction.lower_bound_seconds")
     return Passed()
 
 
@@ -264,25 +262,18 @@ def sim002(model: Model) -> Verdict:
     # A program whose moves wait for earlier moves only cannot deadlock.
     for of_stage, own in problems_of(model.case.plan, model.case.profile):
         program = of_stage.program(own.units)
-        if waiting := _waiting(program):
-            problem = (
-                f"these moves wait for each other: {', '.join(map(program.move_name, waiting))}"
-            )
-            return Failed(problem=problem, key="units", fix=plan_again(model.case))
+        submitted: set[int] = set()
+        waiting: list[int] = []  # moves that are waited for, or wait, before they can start
+        for slot in program.slots:
+            for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
+                waiting += [number for number in waits if number not in submitted]
+                for number in then:
+                    waiting += [number] * (not submitted.issuperset(program.moves[number].after))
+                    submitted.add(number)
+        if waiting:
+            names = ", ".join(map(program.move_name, waiting))
+            return _stale(model.case, f"these moves wait for each other: {names}", "units")
     return Passed()
-
-
-def _waiting(program: Program) -> list[int]:
-    """Moves that are waited for, or wait, before what they need is submitted."""
-    submitted: set[int] = set()
-    waiting: list[int] = []
-    for slot in program.slots:
-        for waits, then in ((slot.drained, slot.submit), (slot.ready, slot.finish)):
-            waiting += [number for number in waits if number not in submitted]
-            for number in then:
-                waiting += [number] * (not submitted.issuperset(program.moves[number].after))
-                submitted.add(number)
-    return waiting
 
 
 def fpr001(model: Model) -> Verdict:
@@ -329,9 +320,6 @@ def fpr001(model: Model) -> Verdict:
     return Failed(problem=problem, key="model_fingerprint", fix=fix, growth=grown)
 
 
-# --- all plans ------------------------------------------------------------------------------------
-
-
 def num001(expected: int, found: int) -> Verdict:
     """As many plans are checked as are expected.
 
@@ -343,9 +331,6 @@ def num001(expected: int, found: int) -> Verdict:
         return Passed(found=f"{found} plans")
     problem = f"expected {expected} plans, checked {found}"
     return Failed(problem=problem, fix="restore the missing plans, or change --expect")
-
-
-# --- what a plan takes of a machine ---------------------------------------------------------------
 
 
 def hdw001(situation: PlanOnMachine) -> Verdict:
@@ -370,18 +355,18 @@ def hdw001(situation: PlanOnMachine) -> Verdict:
         return Failed(problem=problem, key="units", fix=fix)
     if (reason := not_joined(case.plan, machine)) is not None:
         problem = f"the plan is for {case.plan.group}: {reason}"
-        return Failed(problem=problem, key="settings.group.num_devices", fix=plan_again(case))
-    if (budget := situation.budget) is not None:
-        has = [("device", machine.device.memory_bytes)]
-        has += [(tier.name, tier.capacity_bytes) for tier in machine.tiers]
-        for name, size in has:
-            limit: int | None = getattr(budget, name)
-            if limit is not None and limit > size:
-                problem = (
-                    f"the {name} budget of {format_bytes(limit)} in {budget.source} exceeds the"
-                    f" {format_bytes(size)} available"
-                )
-                return Failed(problem=problem, key="budgets", fix=f"lower it in {budget.source}")
+        return _stale(case, problem, "settings.group.num_devices")
+    has = {"device": machine.device.memory_bytes}
+    has |= {tier.name: tier.capacity_bytes for tier in machine.tiers}
+    source = situation.budget and situation.budget.source
+    for name, size in has.items():
+        limit: int | None = getattr(situation.budget, name, None)
+        if limit is not None and limit > size:
+            most = format_bytes(size)
+            problem = f"the {name} budget of {format_bytes(limit)} in {source} exceeds the {most}"
+            return Failed(
+                problem=f"{problem} available", key="budgets", fix=f"lower it in {source}"
+            )
     return Passed(found=machine.device.name)
 
 
@@ -401,7 +386,8 @@ def mem001(situation: PlanOnMachine) -> Verdict:
         problem = f"the plan is for a different model: {situation.misfit}"
         if situation.case.plan.pipeline is not None:  # its stages are unknown
             return Skipped(reason=problem)
-        failed = _with_remedy(situation, problem, "units", situation.model.growth, None)
+        failed = Failed(problem=problem, key="units", growth=situation.model.growth)
+        failed = _with_remedy(situation, failed)
         if failed.no_plan_fits:
             return failed
         limit = format_bytes(situation.limits["device"].bytes)
@@ -449,21 +435,16 @@ def time001(situation: PlanOnMachine) -> Verdict:
         return Skipped(reason=now.reason)
     if isinstance(now, Broken):
         return Failed(problem=now.reason, key="workload", fix=now.fix)
-    limits: list[tuple[float, str]] = []
-    if budget.step_seconds is not None:
-        limits.append((budget.step_seconds, f"the budget in {budget.source}"))
+    limits = [(budget.step_seconds, f"the budget in {budget.source}")]
     if budget.slowdown is not None and situation.own:
         recorded = case.plan.prediction.step_seconds
-        allowed = recorded * (1 + budget.slowdown)
         words = f"{100 * budget.slowdown:g}% above the plan's {format_seconds(recorded)}"
-        limits.append((allowed, words))
+        limits.append((recorded * (1 + budget.slowdown), words))
     for seconds, source in limits:
-        if now > seconds:
-            problem = (
-                f"the predicted step of {format_seconds(now)} exceeds"
-                f" {format_seconds(seconds)}, {source}"
-            )
-            return Failed(problem=problem, key="prediction.step_seconds", fix=plan_again(case))
+        if seconds is not None and now > seconds:
+            took, most = format_seconds(now), format_seconds(seconds)
+            problem = f"the predicted step of {took} exceeds {most}, {source}"
+            return _stale(case, problem, "prediction.step_seconds")
     return Passed(found=format_seconds(now))
 
 
@@ -475,7 +456,7 @@ def _below_device(situation: PlanOnMachine, tier: TierName, what: str) -> Verdic
 
 
 def _within(situation: PlanOnMachine, tier: str, what: str, used: int, parts: str = "") -> Verdict:
-    """Say how far a limit is exceeded, which layers grew, and whether planning again helps."""
+    """The verdict on a limit: by how much it is exceeded, layers that grew, and a remedy."""
     limit = situation.limits[tier]
     most, excess = format_bytes(limit.bytes), used - limit.bytes
     if excess <= 0:
@@ -485,21 +466,18 @@ def _within(situation: PlanOnMachine, tier: str, what: str, used: int, parts: st
         f"the predicted {what} of {format_bytes(used)}{parts} exceeds {most} ({limit.source})"
         f" by {format_bytes(excess)}"
     )
-    return _with_remedy(situation, problem, "prediction.peak_bytes", grown, excess)
+    failed = Failed(problem=problem, key="prediction.peak_bytes", growth=grown, excess_bytes=excess)
+    return _with_remedy(situation, failed)
 
 
-def _with_remedy(
-    situation: PlanOnMachine,
-    problem: str,
-    key: str,
-    grown: tuple[UnitGrowth, ...],
-    excess_bytes: int | None,
-) -> Failed:
-    if grown:
-        problem += f"; since it was profiled: {growth_in_words(grown)}"
-    case, limits = situation.case, situation.budgets
+def _with_remedy(situation: PlanOnMachine, failed: Failed) -> Failed:
+    """Add the layers that grew, and another plan if one fits."""
+    case, limits, problem = situation.case, situation.budgets, failed.problem
+    if failed.growth:
+        problem += f"; since it was profiled: {growth_in_words(failed.growth)}"
     again = "profile it again, then " if situation.model.changed else ""
-    fix, none_fits = f"another plan fits: {again}{plan_command(case, limits)}", False
+    fix = f"another plan fits: {again}{plan_command(case, limits)}"
+    failed = replace(failed, problem=problem, fix=fix)
     for stage, (asked, _) in enumerate(problems_of(case.plan, situation.profile, limits)):
         lean = min_memory(asked)
         if lean is not None and lean.bytes <= asked.device:
@@ -509,22 +487,15 @@ def _with_remedy(
             needed = lean.bytes + asked.profile.hardware.device.besides_bytes
             at_least = f": the smallest needs {format_bytes(needed)} on the device"
         if case.plan.pipeline is None:
-            fix, none_fits = f"no plan of this workload fits{at_least}", True
-        else:  # other cuts may fit
-            other = plan_command(case, limits, stages="auto")
-            fix = f"no plan of stage {stage} fits{at_least}; look for other stages: {again}{other}"
-        break
-    return Failed(
-        problem=problem,
-        key=key,
-        fix=fix,
-        growth=grown,
-        excess_bytes=excess_bytes,
-        no_plan_fits=none_fits,
-    )
+            fix = f"no plan of this workload fits{at_least}"
+            return replace(failed, fix=fix, no_plan_fits=True)
+        other = plan_command(case, limits, stages="auto")  # other cuts may fit
+        fix = f"no plan of stage {stage} fits{at_least}; look for other stages: {again}{other}"
+        return replace(failed, fix=fix)
+    return failed
 
 
-def bud001(budget: MachineBudget, machine: str, machines: frozenset[str]) -> Verdict:
+def bud001(budget: MachineBudget, machine: str, machines: set[str]) -> Verdict:
     """Every budget is held against some plan.
 
     A budget is for plans that were made for its machine, and for those that its `plans` name. One
@@ -543,69 +514,59 @@ def bud001(budget: MachineBudget, machine: str, machines: frozenset[str]) -> Ver
     return Skipped(reason=reason)
 
 
-# --- the commands that make a profile and its plan anew -------------------------------------------
-
-
 def plan_again(case: Case) -> str:
-    """Say how to make the plan anew, within its own budgets."""
+    """The command that makes the plan again, within its own budgets."""
     return f"plan it again: {plan_command(case, case.plan.budgets)}"
 
 
 def plan_command(case: Case, budgets: Budgets, *, stages: str | None = None) -> str:
-    """`protrain plan` as the plan was asked for, within these budgets, with its own `stages`."""
+    """`protrain plan` with the plan's own options, these budgets, and other `stages` if given."""
     plan, group = case.plan, case.plan.whole
     words = ["--device-memory", exact_bytes(budgets.device)]
     options = {"host": ("--host-memory", budgets.host), "disk": ("--disk", budgets.disk)}
     for tier in case.profile.hardware.tiers:
         option, size = options[tier.name]
-        if size != tier.capacity_bytes:  # what the planner takes by itself
+        if size != tier.capacity_bytes:  # the planner's default
             words += [option, exact_bytes(size * group.in_node)]
-    counts = (
-        ("--num-devices", group.num_devices),
-        ("--nodes", group.num_nodes),
-        ("--replicas", 1 if plan.pipeline else group.num_replicas),  # a pipeline's are found
-    )
-    words += [word for name, count in counts if count > 1 for word in (name, str(count))]
-    found = ("micro_batches",) if plan.pipeline else ()  # from the global batch
+    counts = {"--num-devices": group.num_devices, "--nodes": group.num_nodes}
+    found: tuple[str, ...] = ()
+    if plan.pipeline:  # its replicas and micro-batches are found, from the global batch
+        found = ("micro_batches",)
+    else:
+        counts["--replicas"] = group.num_replicas
+    words += [word for name, count in counts.items() if count > 1 for word in (name, str(count))]
     if plan.pipeline:
         words += ["--stages", stages or str(plan.num_stages)]
         words += ["--global-batch", str(plan.global_batch)]
     for name, (_, word) in SETTINGS.items():
-        if name in found:
-            continue
         value = getattr(plan.settings, name)
-        if word is not None and value != getattr(StepSettings(), name):
-            words.append(word)
-            if name.endswith("_bytes"):
-                words.append(exact_bytes(value * group.in_node))
-            elif not isinstance(value, str):
-                words.append(number_text(value) if isinstance(value, float) else str(value))
+        if word is None or name in found or value == getattr(StepSettings(), name):
+            continue
+        words.append(word)
+        if name.endswith("_bytes"):
+            words.append(exact_bytes(value * group.in_node))
+        elif not isinstance(value, str):
+            words.append(number_text(value) if isinstance(value, float) else str(value))
     words += records.allow_options(plan.allowed)
     return records.command("plan", str(case.profile_path), [*words, "-o", str(case.path)])
 
 
 def profile_command(profile: Profile, path: str) -> str:
-    """`protrain profile` as the profile in a file was asked for."""
-    on = None
+    """`protrain profile` with the options that a profile in a file was made with."""
+    name, on = profile.hardware.name, None
     if profile.method == "estimated":
-        known = profile.hardware.name in hardware_names()
-        on = profile.hardware.name if known else path
+        on = name if name in hardware_names() else path
+    optimizer, allow = profile.optimizer.name, profile.allowed
     return records.profile_command(
-        profile.workload,
-        optimizer=profile.optimizer.name,
-        output=path,
-        on=on,
-        allow=profile.allowed,
+        profile.workload, optimizer=optimizer, output=path, on=on, allow=allow
     )
 
-
-# --- the tables -----------------------------------------------------------------------------------
 
 FILE_RULES = (ver001, prf001)
 MODEL_RULES = (pln001, exa001, sim001, sim002, fpr001)
 MACHINE_RULES = (hdw001, mem001, host001, disk001, time001)
-_OF_PLANS = (*FILE_RULES, *MODEL_RULES, *MACHINE_RULES)
-_ALL: tuple[Callable[..., Verdict], ...] = (*_OF_PLANS, bud001, num001)
+_ALL: Sequence[Callable[..., Verdict]]
+_ALL = (*FILE_RULES, *MODEL_RULES, *MACHINE_RULES, bud001, num001)
 RULES = {rule.code: rule for rule in map(Rule.of, _ALL)}
 
 
@@ -645,15 +606,14 @@ def check(
     for number, files in enumerate(found.files):
         progress(str(files.path), number / len(found.files))
         findings += _findings(files, look, machines, on, allow)
-    on_machines = [finding for finding in findings if finding.machine is not None]
+    names = {one.machine for one in findings if one.machine is not None}
+    readable = {one.plan for one in findings if one.machine is not None}
     # An unreadable plan may be the one of a budget: then unmatched budgets are unknown.
-    if not on and {one.plan for one in findings} == {one.plan for one in on_machines}:
-        names = frozenset(one.machine for one in on_machines if one.machine is not None)
-        rule = Rule.of(bud001)
+    if not on and readable == {one.plan for one in findings}:
         findings += [
-            Finding(rule=rule, plan=budget.source, machine=machine, verdict=verdict)
+            Finding(rule=Rule.of(bud001), plan=budget.source, machine=machine, verdict=verdict)
             for machine, budget in machines.budgets.items()
-            # Of budgets that guard something there is nothing to say.
+            # Budgets that guard something are not listed.
             if not isinstance(verdict := bud001(budget, machine, names), Passed)
         ]
     num_plans = sum(files.is_plan for files in found.files)
@@ -685,16 +645,9 @@ def _findings(
             reason = f"a bug in protrain: {error!r}" if ours else str(error)
             verdict = Failed(problem=f"this cannot be checked: {reason}")
         failed = verdict if isinstance(verdict, Failed) else None
-        found.append(
-            Finding(
-                rule=Rule.of(rule),
-                plan=str(files.path),
-                line=(failed and failed.line)
-                or line_of(files.text, failed.key if failed else None),
-                machine=machine,
-                verdict=verdict,
-            )
-        )
+        line = (failed and failed.line) or line_of(files.text, failed.key if failed else None)
+        of, plan = Rule.of(rule), str(files.path)
+        found.append(Finding(rule=of, plan=plan, line=line, machine=machine, verdict=verdict))
         return failed is None
 
     if not all(holds(rule, files) for rule in FILE_RULES):

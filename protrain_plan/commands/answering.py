@@ -1,6 +1,6 @@
-"""A question in, an answer out: one that was kept, or one that is planned now and kept.
+"""Answers to questions: cached, or planned and then cached.
 
-The planner, which takes longer to import than a known answer to tell, is imported where it plans.
+The planner is imported only where it plans, since its import takes longer than a cached answer.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """Answers of lines of cells, from this process or from another one.
-
-    Those of a line are found, and known, together: see `grid.fits`.
-    """
+    """Answers to lines of cells, in any process; those of a line come together, see `grid.fits`."""
 
     kept: AnswerCache
     compare: bool = False
@@ -51,7 +48,7 @@ class Fitting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestBatch:
-    """The number of the fastest of a global batch's questions; 0 where none has a plan."""
+    """The number of the fastest of a global batch's questions; 0 if none has a plan."""
 
     kept: AnswerCache
 

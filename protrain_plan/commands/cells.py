@@ -1,13 +1,13 @@
-"""A model on machines that need not be there: what is estimated, and what is then asked.
+"""A model on machines that need not be present: estimates, and questions about them.
 
-Of a global batch the best micro-batch is found. Estimates of the smallest one and of about the
-largest that fits tell what others take (`growth.between`). The one that is the fastest then has an
-estimate of its own, so that what is answered is no interpolation.
+For a global batch the best micro-batch is found. Costs of micro-batches are interpolated between
+estimates of the smallest one and of about the largest that fits (`growth.between`). The fastest one
+is then estimated, so that no answer rests on interpolation.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from importlib.util import find_spec
 from itertools import product
 from typing import Any, TypeVar
@@ -39,12 +39,12 @@ Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 
 STATES_OF_8_BITS = {"adamw": "adamw8bit"}
-"""Optimizers, and the same with states of 8 bits: another optimizer, with results of its own."""
+"""Optimizers with 8-bit states by the full ones: other optimizers, with other results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A workload and its step, with the settings that make them differ from other rows'."""
+    """A workload and its step, with the settings that differ from other rows'."""
 
     request: ProfileRequest
     step: StepSettings
@@ -53,12 +53,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """Every row with every offer, and each of the `values` of resources: a line of cells each.
+    """Every row with every offer: a line of cells each, one for each of the `values` of resources.
 
-    With a `global_batch`, requests have a batch of one, and each question the batch and the
-    micro-batches of the fastest update of so many sequences. Where a model fits with no batch, it
-    is asked about with one sequence. With `stages`, these are the numbers of stages to choose from
-    (none: all), and `sizes` the micro-batches. `jobs` processes work at once, None: one a core.
+    With a `global_batch`, requests have a batch of one, and questions have the batch and the
+    micro-batches of the fastest update of so many sequences, or one sequence if no batch fits. With
+    `stages`, these are the numbers of stages to choose from (empty: all), and `sizes` the
+    micro-batches. `jobs` processes work at once; None: one per core.
     """
 
     rows: Sequence[Row]
@@ -79,8 +79,8 @@ class Cells:
     def lines(self, progress: Progress) -> list[list[Cell]]:
         """Return the cells of every row and offer, in this order.
 
-        ProtrainError where devices cannot have equal parts of a global batch, or a machine does not
-        have what is set.
+        Raises ProtrainError if devices cannot have equal parts of a global batch, or if a machine
+        lacks a resource that is set.
         """
         if self.stages is not None:
             find = partial(staged_answer, self.kept)
@@ -92,25 +92,22 @@ class Cells:
             questions = self._best(progress, self.global_batch)
         else:
             profiles = self._profiles([row.request for row, _ in self._every], progress, {})
-            asked = zip(self._every, profiles, strict=True)
-            questions = [self._question(*at, profile) for at, profile in asked]
-        lines: list[list[Cell]] = []
-        for (row, offer), question in zip(self._every, questions, strict=True):
-            lines.append([])
-            for values in self.values:
-                changed = question
-                for resource, value in values:
-                    changed = with_resource(changed, resource, value)
-                lines[-1].append(_cell(row, offer, values, question=changed))
-        return lines
+            questions = list(map(self._question, self._every, profiles))
+        return [
+            [
+                _cell(*at, values, question=reduce(lambda q, v: with_resource(q, *v), values, one))
+                for values in self.values
+            ]
+            for at, one in zip(self._every, questions, strict=True)
+        ]
 
     def answers(
         self, progress: Progress, *, compare: bool = False, helps: bool = False
     ) -> Iterator[Tried]:
         """Yield the answers in order, each line as soon as those before are known.
 
-        Those to `compare`, and those with what `helps`, come when all are known. A single one names
-        the change that gains most.
+        To `compare`, and to say what `helps`, all are answered first. A single answer names the
+        change that gains most.
         """
         lines, fitting = self.lines(progress), Fitting(kept=self.kept, compare=compare)
         answers = answered(lines, fitting, progress, _planning, fitting.known, jobs=self.jobs)
@@ -142,7 +139,7 @@ class Cells:
         progress: Progress,
         known: dict[ProfileRequest, list[Profile]],
     ) -> list[Profile]:
-        """The profiles of requests, one for each row and offer; all listed machines are `known`."""
+        """The profiles of requests, one for each row and offer; those in `known` are not made."""
         listed = list(dict.fromkeys(offer.listed for offer in self.offers))
         new = [one for one in dict.fromkeys(wanted) if one not in known]
         made = estimated(new, listed, progress, self.cache, jobs=self.jobs)
@@ -157,37 +154,32 @@ class Cells:
         from protrain_plan.planning.questions.growth import between, largest_of
 
         for offer in self.offers:
-            if global_batch % offer.group.num_devices:
-                raise ProtrainError(
-                    f"{global_batch} sequences cannot be divided evenly among"
-                    f" {offer.group.num_devices} devices",
-                    key="--global-batch",
-                )
+            if global_batch % (count := offer.group.num_devices):
+                problem = f"{global_batch} sequences cannot be divided evenly among {count} devices"
+                raise ProtrainError(problem, key="--global-batch")
         known: dict[ProfileRequest, list[Profile]] = {}
         smallest = self._profiles([row.request for row, _ in self._every], progress, known)
         sizes: list[tuple[int, ...]] = []
         ends: dict[ProfileRequest, int] = {}
-        for (row, offer), profile in zip(self._every, smallest, strict=True):
-            question = self._question(row, offer, profile)
+        for at, profile in zip(self._every, smallest, strict=True):
+            question, request = self._question(at, profile), at[0].request
             if (most := self.kept.number("largest", question)) is None:
                 most = largest_of(question, "batch-size") or 0
                 self.kept.keep_number(most, "largest", question)
-            # What fits is known in proportion alone: one more is looked at.
-            own = global_batch // offer.group.num_devices
+            # Proportion predicts the largest that fits: one size more is a candidate.
+            own = global_batch // at[1].group.num_devices
             open_to_it = tuple(size for size in range(1, own + 1) if own % size == 0)
             sizes.append(open_to_it[: sum(size <= most for size in open_to_it) + 1])
-            ends[row.request] = max(ends.get(row.request, 1), sizes[-1][-1])
+            ends[request] = max(ends.get(request, 1), sizes[-1][-1])
         requests = [row.request.sized(ends[row.request]) for row, _ in self._every]
         largest = self._profiles(requests, progress, known)
 
-        def asked(number: int, size: int, profile: Profile) -> Question:
-            row, offer = self._every[number]
-            many = global_batch // offer.group.num_devices // size
-            return self._question(row, offer, profile, many)
+        def asked(at: tuple[Row, MachineOffer], size: int, profile: Profile) -> Question:
+            return self._question(at, profile, global_batch // at[1].group.num_devices // size)
 
         candidates = [
-            [asked(number, size, between(low, high, size)) for size in sizes[number]]
-            for number, (low, high) in enumerate(zip(smallest, largest, strict=True))
+            [asked(at, size, between(low, high, size)) for size in tried]
+            for at, tried, low, high in zip(self._every, sizes, smallest, largest, strict=True)
         ]
         best, words = BestBatch(kept=self.kept), "looking for the best micro-batches"
         numbers = answered(candidates, best, progress, lambda _: words, best.known, jobs=self.jobs)
@@ -195,10 +187,10 @@ class Cells:
         every = zip(self._every, chosen, strict=True)
         requests = [row.request.sized(size) for (row, _), size in every]
         profiles = self._profiles(requests, progress, known)
-        return [asked(*one) for one in zip(range(len(chosen)), chosen, profiles, strict=True)]
+        return list(map(asked, self._every, chosen, profiles))
 
     def staged(self, progress: Progress) -> list[Staged]:
-        """Return the questions about stages, of every row and offer."""
+        """Return the questions about stages of every row and offer."""
         return [asked for row in self.rows for asked in staged_on(self, row, progress)]
 
     def sized(self, quantity: Quantity, size: int) -> "Cells":
@@ -214,29 +206,31 @@ class Cells:
     def _with_states_of_8_bits(
         self, found: Sequence[Tried], progress: Progress
     ) -> Sequence[Question]:
-        """The same questions with such an optimizer.
+        """The same questions with an optimizer of 8-bit states.
 
-        None of them where there is none, its package is missing, or adapters have few states.
+        Empty if there is none, its package is missing, or adapters are trained, with few states.
         """
-        asked = [row.request for row, _ in self._every for _ in self.values]
+        asked = [row.request for row, _ in self._every]
         if not find_spec("bitsandbytes") or any(
             one.optimizer not in STATES_OF_8_BITS or one.optimizer_args or one.workload.adapter
             for one in asked
         ):
             return ()
+        questions, count = [one.cell.question for one in found], len(self.values)
         requests = [
             replace(
-                row.request.sized(one.cell.question.profile.workload.batch_size),
-                optimizer=STATES_OF_8_BITS[row.request.optimizer],
+                request.sized(question.profile.workload.batch_size),
+                optimizer=STATES_OF_8_BITS[request.optimizer],
             )
-            for (row, _), one in zip(self._every, found[:: len(self.values)], strict=True)
+            for request, question in zip(asked, questions[::count], strict=True)
         ]
         profiles = self._profiles(requests, progress, {})
-        each = (profile for profile in profiles for _ in self.values)
-        asked_of = [one.cell.question for one in found]
         return [
-            replace(question, profile=replace(profile, hardware=question.profile.hardware))
-            for question, profile in zip(asked_of, each, strict=True)
+            replace(
+                question,
+                profile=replace(profiles[number // count], hardware=question.profile.hardware),
+            )
+            for number, question in enumerate(questions)
         ]
 
     def _beside_8_bits(
@@ -245,26 +239,25 @@ class Cells:
         """Add answers with 8-bit states where plain PyTorch does not fit."""
         from protrain_plan.planning.questions.alternatives import planned as beside
 
+        fits = [one.reached for one in found]
         asked = {
             number: [Cell(question=question)]
-            for number, (one, question) in enumerate(zip(found, lighter, strict=False))
-            if one.reached and one.reached.verdict != "fits"
+            for number, (fit, question) in enumerate(zip(fits, lighter, strict=False))
+            if fit and fit.verdict != "fits"
         }
-        fitting, known = Fitting(kept=self.kept), list(found)
-        lines = list(asked.values())
+        fitting, lines = Fitting(kept=self.kept), list(asked.values())
         answers = answered(lines, fitting, progress, _planning, fitting.known, jobs=self.jobs)
         for number, (other,) in zip(asked, answers, strict=True):
-            fit = known[number].reached
-            if fit and other.solved:
+            if (fit := fits[number]) and other.solved:
                 name, plan = other.profile.optimizer.name, other.solved.plan
                 more = (*fit.alternatives, beside(name, plan, other.profile, other.bottleneck))
-                known[number] = replace(known[number], reached=replace(fit, alternatives=more))
-        return known
+                fits[number] = replace(fit, alternatives=more)
+        return [replace(one, reached=fit) for one, fit in zip(found, fits, strict=True)]
 
     def _with_helps(
         self, found: Sequence[Tried], lighter: Sequence[Question], progress: Progress
     ) -> Iterator[Tried]:
-        """Yield the answers with those to other machines and questions, such as 8-bit states."""
+        """Yield the answers with answers to changes, of machines or such as 8-bit states."""
         asked: list[tuple[int, Answer, Cell]] = []
         for place, one in enumerate(found):
             assert one.reached is not None
@@ -278,9 +271,10 @@ class Cells:
             yield replace(one, helps=tuple(next(answers) for place, *_ in asked if place == number))
 
     def _question(
-        self, row: Row, offer: MachineOffer, profile: Profile, micro_batches: int | None = None
+        self, at: tuple[Row, MachineOffer], profile: Profile, micro_batches: int | None = None
     ) -> Question:
-        many, group = micro_batches or row.step.micro_batches, offer.group
+        row, group = at[0], at[1].group
+        many = micro_batches or row.step.micro_batches
         return Question(
             profile=profile,
             settings=replace(row.step, group=group, micro_batches=many),
@@ -293,18 +287,14 @@ class Cells:
 def _cell(
     row: Row, offer: MachineOffer, values: tuple[tuple[Resource, float], ...] = (), **asked: Any
 ) -> Cell:
-    return Cell(
-        settings=(*row.settings, *values),
-        name=offer.name,
-        price_per_hour=offer.price_per_hour,
-        **asked,
-    )
+    settings, price = (*row.settings, *values), offer.price_per_hour
+    return Cell(settings=settings, name=offer.name, price_per_hour=price, **asked)
 
 
 def best_change(base: Answer, kept: AnswerCache, progress: Progress) -> Tried | None:
-    """Return the change that gains most; None where none gains much, or `base` has no plan.
+    """Return the change that gains most; None if none gains much, or `base` has no plan.
 
-    Nor is it looked for on several devices, whose plans take ten seconds each.
+    None on several devices, too, whose plans take ten seconds each.
     """
     from protrain_plan.planning.questions import grid
     from protrain_plan.planning.questions.objectives import fit
@@ -326,12 +316,11 @@ def best_change(base: Answer, kept: AnswerCache, progress: Progress) -> Tried | 
 
 
 def _changes(question: Question) -> list[Cell]:
-    """The changes that people can make, with the sizes of devices that are to be had."""
+    """Changes that people can make, with the device sizes of the catalogue."""
     from protrain_plan.hardware.catalogue import hardware_names, load_hardware
     from protrain_plan.planning.questions.grid import changes
 
-    # On a CPU the device's memory is the host's.
-    sizes: set[int] = set()
+    sizes: set[int] = set()  # empty on a CPU, where the device's memory is the host's
     if is_accelerator(question.profile.hardware.device.kind):
         devices = [load_hardware(name).device for name in hardware_names()]
         sizes = {one.memory_bytes for one in devices if is_accelerator(one.kind)}
@@ -355,7 +344,7 @@ def answered(
 ) -> Generator[Found, None, None]:
     """Yield the answers in order, those that are not `known` from `jobs` processes at once.
 
-    `words` say what is asked.
+    `words` are the progress text of a question.
     """
     before = [known(one) for one in asked]
     missing = [one for one, found in zip(asked, before, strict=True) if found is None]
@@ -372,7 +361,6 @@ def answered(
 
 def _planning(line: Sequence[Cell]) -> str:
     """Return the progress text for a line of cells."""
-    question = line[0].question
-    workload = question.profile.workload
-    where = f"{workload.batch_size} x {workload.seq_len} tokens"
-    return f"planning {where} on {question.profile.hardware.name}"
+    profile = line[0].question.profile
+    size = f"{profile.workload.batch_size} x {profile.workload.seq_len} tokens"
+    return f"planning {size} on {profile.hardware.name}"

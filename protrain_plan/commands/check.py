@@ -2,8 +2,9 @@
 
 import math
 import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -11,9 +12,6 @@ from protrain_plan.commands import output
 from protrain_plan.commands.option_records import flag, option, option_record
 from protrain_plan.commands.options import JsonOption, NoCacheOption, choice, separated, size
 from protrain_runtime.contract.errors import ProtrainError
-
-if TYPE_CHECKING:
-    from protrain_plan.checking.reestimate import Reestimates
 
 DEFAULT = Path("plans")
 CheckFormat = Literal["text", "json", "github"]
@@ -39,17 +37,6 @@ class CheckOptions:
     no_cache: NoCacheOption = False
     explain: str | None = option("Explain a rule instead of checking.", metavar="CODE")
 
-    def reestimates(self) -> "Reestimates":
-        """Return the estimator of today's models; ProtrainError for invalid limits."""
-        from protrain_plan.checking.reestimate import Reestimates
-        from protrain_plan.profiling.estimate_cache import EstimateCache
-
-        if not 0 < self.time_limit < math.inf:
-            raise ProtrainError(f"expected seconds, got {self.time_limit:g}", key="--time-limit")
-        memory = size("--model-memory", self.model_memory, 0)
-        cache = EstimateCache(off=self.no_cache or self.records_only)
-        return Reestimates(seconds=self.time_limit, memory=memory, cache=cache)
-
 
 def check(
     plans: Annotated[
@@ -72,28 +59,34 @@ def check(
     | protrain check plans --format github | protrain check --explain MEM001
     """
     from protrain_plan.checking.budgets import find_limits
-    from protrain_plan.checking.reestimate import look_away
+    from protrain_plan.checking.reestimate import Reestimates, look_away
     from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
     from protrain_plan.hardware.catalogue import load_hardware
     from protrain_plan.presentation.checks import reports
+    from protrain_plan.profiling.estimate_cache import EstimateCache
 
-    output.refuse_closed_output()
+    if sys.__stdout__ is None:  # since the start of this program
+        raise ProtrainError("standard output is closed", fix="redirect it to /dev/null")
     asked = "json" if as_json else options.output_format
     form: CheckFormat = choice("--format", asked, get_args(CheckFormat))
     if options.explain is not None:
         output.print_rendered(reports.explanation(explained(options.explain)))
         return
     if not plans and not DEFAULT.is_dir():
-        problem = "no plans/ folder here"
-        raise ProtrainError(problem, fix="pass plan files or folders")
-    away, look = options.records_only, options.reestimates()
+        raise ProtrainError("no plans/ folder here", fix="pass plan files or folders")
+    away, seconds = options.records_only, options.time_limit
+    if not 0 < seconds < math.inf:
+        raise ProtrainError(f"expected seconds, got {seconds:g}", key="--time-limit")
+    memory = size("--model-memory", options.model_memory, 0)
+    cache = EstimateCache(off=options.no_cache or away)
+    look = Reestimates(seconds=seconds, memory=memory, cache=cache)
     limits = find_limits(options.budgets)
     with output.progress(quiet=form != "text") as tell:
         report = checked(
             plans or [DEFAULT],
             look=look_away if away else look,
-            prepare=(lambda _: None) if away else lambda found: look.prepare(found, tell),
+            prepare=lambda found: None if away else look.prepare(found, tell),
             budgets=limits.budgets,
             allow=limits.allow,
             on=[load_hardware(name) for name in separated(options.on)],
@@ -101,12 +94,12 @@ def check(
             expect=options.expect,
             progress=tell,
         )
-    root = Path(os.environ.get("GITHUB_WORKSPACE", ""))  # where an action's paths count from
     match form:
         case "text":
             output.print_rendered(reports.text(report))
         case "json":
             output.print_json(reports.plain_data(report))
-        case "github":
+        case "github":  # whose paths are relative to this folder
+            root = Path(os.environ.get("GITHUB_WORKSPACE", ""))
             output.print_text(reports.github(report, root=root))
     raise typer.Exit(report.exit_code)

@@ -1,4 +1,4 @@
-"""`protrain fit`: whether and how a model trains on machines, before there is any profile."""
+"""`protrain fit`: whether and how a model trains on machines, without a profile."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ import typer
 
 from protrain_plan.commands.option_records import (
     BudgetOptions,
+    FileOptions,
     StepOptions,
     WorkloadOptions,
     filled,
@@ -36,7 +37,6 @@ from protrain_plan.commands.options import (
 )
 from protrain_plan.commands.output import destination, print_json, print_rendered, progress
 from protrain_plan.commands.staging import StageOptions, refuse_without_global_batch
-from protrain_plan.commands.trainer_files import FileOptions
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ ORDERS: "tuple[Order, ...]" = ("time", "cost", "memory")
 
 @option_record
 class CellOptions:
-    """The cells of the grid: sizes and numbers of devices, each with each machine."""
+    """Options for the cells of the grid: each size and number of devices with each machine."""
 
     on: list[str] | None = option(
         "Machines, separated by commas: catalogue names or YAML files.",
@@ -83,7 +83,7 @@ class CellOptions:
 
 @option_record
 class WantedOptions:
-    """Machines with their prices, and the speed or price to reach."""
+    """Options for machines with prices, and for the wanted speed or price."""
 
     price: str | None = option(
         "Price per device and hour: one, or one per machine, separated by commas. Adds the"
@@ -108,7 +108,7 @@ class WantedOptions:
     def searched(
         self, cells: "Cells", answered: "_Answered", tell: "Callable[[str, float], None]"
     ) -> dict[str, Any]:
-        """The cell that is searched, as JSON; those that are planned before it are `answered`."""
+        """The result of the search, as JSON; cells that are planned for it are `answered`."""
         from protrain_plan.planning.questions.grid import search
         from protrain_plan.presentation.grids import search_json
 
@@ -122,7 +122,7 @@ class WantedOptions:
         return search_json(best, answered.rows, asked_for)
 
     def offers(self, cells: CellOptions, budgets: BudgetOptions) -> "Sequence[MachineOffer]":
-        """Return all numbers of devices of all machines; ProtrainError where there is none."""
+        """Return all numbers of devices of all machines; ProtrainError if there are none."""
         from protrain_plan.hardware.offers import catalogue_offers, offer, read_offers
 
         of_on = ["--num-devices"] * (cells.num_devices != "1")
@@ -143,24 +143,20 @@ class WantedOptions:
         elif self.is_search:
             offered = catalogue_offers()
         else:
-            raise ProtrainError(
-                "no machine given",
-                key="--on",
-                fix="--on rtx-4090 (protrain hardware list has the names), or --among prices.yaml",
-            )
+            fix = "--on rtx-4090 (protrain hardware list has the names), or --among prices.yaml"
+            raise ProtrainError("no machine given", key="--on", fix=fix)
         limit = self.price_limit
         within = [one for one in offered if limit is None or one.price_per_hour <= limit]
         if not within:
             cheapest = min(one.price_per_hour for one in offered)
-            raise ProtrainError(
-                f"the cheapest of {len(offered)} costs {cheapest:g} an hour", key="--price-limit"
-            )
+            problem = f"the cheapest of {len(offered)} costs {cheapest:g} an hour"
+            raise ProtrainError(problem, key="--price-limit")
         return within
 
 
 @option_record
 class AnswerOptions:
-    """Options for what is printed in addition to the answers."""
+    """Options for additional output."""
 
     compare: bool = flag(
         "Compare with plain PyTorch, checkpointing, ZeRO-Offload and FSDP2, and with 8-bit states"
@@ -181,20 +177,16 @@ class AnswerOptions:
         """The columns; ProtrainError for an unknown one, and for one without values."""
         from protrain_plan.presentation.grids import COLUMNS
 
-        names = () if self.columns is None else tuple(map(str.strip, self.columns.split(",")))
-        names = tuple(dict.fromkeys((*names, *(("hours", "cost") if priced else ()))))
+        asked = [] if self.columns is None else separated([self.columns])
+        names = tuple(dict.fromkeys([*asked, *["hours", "cost"] * priced]))
         for name in names:
             choice("--columns", name, tuple(COLUMNS))
         if "cost" in names and not any(one.price_per_hour for one in offers):
-            raise ProtrainError(
-                "no machine has a price", key="--columns", fix="add a price: --price 2.49"
-            )
+            problem, fix = "no machine has a price", "add a price: --price 2.49"
+            raise ProtrainError(problem, key="--columns", fix=fix)
         if "energy" in names and not any(one.machine.power_w for one in offers):
-            raise ProtrainError(
-                "no machine has a power figure",
-                key="--columns",
-                fix="add power_w, in watts, to the machine's file",
-            )
+            fix = "add power_w, in watts, to the machine's file"
+            raise ProtrainError("no machine has a power figure", key="--columns", fix=fix)
         return names
 
 
@@ -274,7 +266,7 @@ def fit(
         values=grid.values,
         budgets=budgets,
         global_batch=asked.global_batch,
-        stages=None if staged.stages is None else staged.numbers(),
+        stages=staged.numbers(),
         cache=EstimateCache(off=asked.no_cache),
         jobs=asked.jobs,
     )
@@ -297,7 +289,7 @@ def fit(
 
 @dataclass(slots=True)
 class _Answered:
-    """The answers so far, each a row; after a trainer's file with what to change in it."""
+    """The rows of the answers so far, with the changes of a trainer's file."""
 
     file: "TrainerFile | None"
     as_json: bool
@@ -305,14 +297,14 @@ class _Answered:
     advised: "list[Advice]" = field(default_factory=list)
 
     def add(self, one: "Tried") -> None:
-        """One more answer, which is printed at once as JSON."""
+        """Add an answer; with --json it is printed at once."""
         from protrain_plan.presentation.grids import cell_text, row_of
         from protrain_plan.presentation.trainer_files import advice, file_json
 
-        row = row_of(one)
+        row, fit = row_of(one), one.reached
         if self.file is not None:
             changes = []
-            if (fit := one.reached) is not None:
+            if fit is not None:
                 plain_fits = fit.verdict == "fits"
                 changes = [advice(self.file, cell_text(row), fit, plain_fits=plain_fits)]
             row |= file_json(self.file, changes)
@@ -358,11 +350,8 @@ def search(wanted: WantedOptions, **options: Any) -> None:
     | protrain hardware search llama-3.1-8b --speed 20000 --stages auto --global-batch 128
     """
     if not wanted.is_search:
-        raise ProtrainError(
-            "nothing to search for",
-            key="--speed",
-            fix="--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest",
-        )
+        fix = "--speed 5000 for the cheapest that is as fast, --price-limit 3 for the fastest"
+        raise ProtrainError("nothing to search for", key="--speed", fix=fix)
     fit(wanted=wanted, **options)
 
 

@@ -1,4 +1,4 @@
-"""`protrain models` and `protrain hardware`: the catalogues, and the probe of a machine."""
+"""`protrain models` and `protrain hardware`: catalogues, and the probe of a machine."""
 
 from functools import partial
 from pathlib import Path

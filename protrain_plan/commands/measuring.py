@@ -1,8 +1,8 @@
 """Profiles for commands: measured in a separate process, or estimated.
 
 The process is fresh, not forked: memory that a parent's threads leave behind would be counted as
-what a run holds besides tensors. It has the libraries of the command line, as a run has them. It
-sends where it is before each slot runs; when it is gone, the last place is known.
+memory besides tensors. It has the libraries of the command line, as a run has. Before each slot
+runs, it sends its place, which is known if it dies.
 """
 
 import importlib
@@ -48,12 +48,12 @@ _OF_A_RUN = (
     "protrain_plan.presentation.plans",
     "protrain_runtime.contract.program.memory",
 )
-"""Imports of `protrain run`: the process holds it besides tensors, as a run does."""
+"""Imports of `protrain run`, whose memory besides tensors the process then has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """Options of a profile of the command, as they were given."""
+    """Options of a profile, as they were given to a command."""
 
     workload: Workload  # without a configuration, on any device
     optimizer: str
@@ -78,20 +78,14 @@ class ProfileRequest:
         if not self.beside:
             return None
         precision: Precision = "autocast" if self.workload.precision == "autocast" else "pure"
-        frozen = replace(
-            self.workload,
-            model=self.beside,
-            precision=precision,
-            adapter="",
-            quantize="",
-            compile="",
-        )
+        frozen = replace(self.workload, model=self.beside, precision=precision)
+        frozen = replace(frozen, adapter="", quantize="", compile="")
         return replace(self, workload=frozen, optimizer="sgd", optimizer_args=None, beside="")
 
     def question(self) -> EstimateRequest | None:
-        """Return the cache's question; None where it has none, or the code is the user's own.
+        """Return the cache's question; None if it has none, or if the code is the user's own.
 
-        ProtrainError for a file that holds no configuration.
+        Raises ProtrainError for a file without a configuration.
         """
         if self.text is not None or self.optimizer_args:
             return None
@@ -99,7 +93,7 @@ class ProfileRequest:
         return EstimateRequest.of(self.workload, self.optimizer, config, self.allow)
 
     def options(self, progress: Progress) -> "Options":
-        """Return the arguments of measuring and estimating; ProtrainError for what is unknown."""
+        """Return the arguments of measuring and estimating; ProtrainError for an unknown one."""
         from protrain_plan.models.optimizers import optimizer_factory, optimizer_named
 
         named = optimizer_named(self.optimizer, self.optimizer_args)
@@ -107,7 +101,7 @@ class ProfileRequest:
         return {"optimizer": named, "allow": self.allow, "text": self.text, "progress": progress}
 
 
-# Torch loads in the functions below, so that --help and planning need not wait for it.
+# Torch loads in functions, so that --help and planning do not wait for it.
 
 
 def estimated(
@@ -120,10 +114,10 @@ def estimated(
 ) -> list[list[Profile]]:
     """The requested profiles, estimated for each machine.
 
-    What the cache does not know is estimated here, or by several processes at once (at most `jobs`)
-    where there is more, and the code is not the user's own: a start takes seconds that this process
-    has behind it. ProtrainError where something of a request cannot be had, or the model's code
-    looks at values.
+    Profiles that are not in the cache are estimated in this process, which saves the seconds of a
+    start, or by several processes (at most `jobs`) if there are several and the code is not the
+    user's own. Raises ProtrainError if a part of a request is unavailable, or if the model's code
+    reads values of tensors.
     """
     frozen = {request: other for request in requests if (other := request.of_beside())}
     questions = {request: request.question() for request in (*requests, *frozen.values())}
@@ -133,11 +127,8 @@ def estimated(
         for machine in machines:
             if known and machine.device.kind == known.profile.workload.device:
                 found[request, machine] = known.on(machine)
-    missing = {
-        request: lacking
-        for request in questions
-        if (lacking := [machine for machine in machines if (request, machine) not in found])
-    }
+    missing = {r: [m for m in machines if (r, m) not in found] for r in questions}
+    missing = {request: lacking for request, lacking in missing.items() if lacking}
     jobs = processes_at_once(len(missing), jobs) if all(questions.values()) else 1
     estimate = partial(_estimated, progress=progress if jobs == 1 else None)
     with answers_of(estimate, list(missing.items()), jobs=jobs) as made:
@@ -173,8 +164,8 @@ def _estimated(
 def measured(request: ProfileRequest, progress: Progress) -> Profile:
     """The requested profile, measured in this process.
 
-    ProtrainError where something of the request cannot be had, memory runs out, or the model's code
-    raises.
+    Raises ProtrainError if a part of the request is unavailable, memory runs out, or the model's
+    code raises.
     """
     from protrain_plan.commands.options import found_device
     from protrain_plan.hardware.kept_probes import ProbeCache
@@ -222,13 +213,10 @@ def measured(request: ProfileRequest, progress: Progress) -> Profile:
     return found
 
 
-# ---- in a process of its own ---------------------------------------------------------------------
-
-
 def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
     """The requested profile, measured in a separate process.
 
-    The errors of `measured`, and ProtrainError where that process dies.
+    Raises the errors of `measured`, and ProtrainError if that process dies.
     """
     place = Place()
 
@@ -248,23 +236,18 @@ def measured_apart(request: ProfileRequest, progress: Progress) -> Profile:
         if error.code in (INTERRUPTED, -signal.SIGINT):
             raise KeyboardInterrupt from None
         error.message += str(place)
-        debugger = "--in-process measures where a debugger can stop"
         if error.code == -signal.SIGKILL:
-            raise OutOfMemoryError(
-                error.message, fix=f"it probably ran out of memory: {SMALLER}"
-            ) from None
+            fix = f"it probably ran out of memory: {SMALLER}"
+            raise OutOfMemoryError(error.message, fix=fix) from None
+        fix = "see its traceback, if it printed one"
         if error.code is not None and error.code < 0:
-            error.fix = (
-                "look for native code there: an extension, or memory used after it was freed;"
-                f" {debugger}"
-            )
-        else:
-            error.fix = f"see its traceback, if it printed one; {debugger}"
+            fix = "look for native code there: an extension, or memory used after it was freed"
+        error.fix = f"{fix}; --in-process measures where a debugger can stop"
         raise
 
 
 def _reporting(request: ProfileRequest, tell: Tell) -> str:
-    """Measure, reporting each slot before it runs: the model's code may end the process."""
+    """Measure, and report each slot before it runs, since the model's code may end the process."""
     prepare_streams()
     quiet_libraries()
     with whereabouts.listening(lambda place: tell(asdict(place))):

@@ -14,18 +14,27 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, dataclass_transform, get_args
 
 import typer
 
-from protrain_plan.commands.options import SpillOption, choice, opt_ins_named, part, size
+from protrain_plan.commands.options import (
+    SpillOption,
+    choice,
+    on_command_line,
+    opt_ins_named,
+    part,
+    size,
+)
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
     from protrain_plan.commands.measuring import ProfileRequest
+    from protrain_plan.models.trainer_files import TrainerFile
     from protrain_runtime.contract.records.hardware import Hardware
-    from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings, Updates
+    from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings
     from protrain_runtime.contract.records.profile import Profile
 
 
@@ -34,14 +43,14 @@ Record = TypeVar("Record")
 
 @dataclass_transform(kw_only_default=True)
 def option_record(record: type[Record]) -> type[Record]:
-    """Make a record of options. Neither compared nor printed: --help creates all of them."""
+    """Make a record of options, without comparison and repr: --help creates all of them."""
     return dataclass(kw_only=True, eq=False, repr=False)(record)
 
 
 def option(text: str, *names: str, default: Any = None, **more: Any) -> Any:
     """A field of a record, or a parameter of a command, that is an option with this help.
 
-    Without `names` it is called as the field, and `more` is what typer.Option takes.
+    Its name is the field's by default; `more` are arguments of typer.Option.
     """
     return field(default=default, metadata={"help": text, "names": names, **more})
 
@@ -58,7 +67,7 @@ def output_option(what: str, default: str) -> Any:
 
 
 def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    """A parameter as typer reads it; its default may be what `option` has made."""
+    """A parameter as typer reads it; its default may be a field made by `option`."""
     if isinstance(default, Field):
         said, default = {**default.metadata}, default.default
         if said:
@@ -68,7 +77,7 @@ def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with its options, and with one for each field of the records that it takes."""
+    """The command with its own options, and one for each field of its records."""
     signature = inspect.signature(command)
     records: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -103,13 +112,12 @@ def filled(record: Record, values: Mapping[str, Any]) -> Record:
     known: Any = record
     named = {name.replace("-", "_"): value for name, value in values.items()}
     own = {f.name: named[f.name] for f in fields(known) if f.name in named}
-    changed: Record = replace(known, **own)
-    return changed
+    return cast(Record, replace(known, **own))
 
 
 @option_record
 class DiskOptions:
-    """The disk that is measured, and for how long."""
+    """Options for measuring a disk."""
 
     spill_directory: SpillOption = None
     disk_seconds: float = option(
@@ -124,7 +132,7 @@ class DiskOptions:
 
 @option_record
 class WorkloadOptions:
-    """Numbers, adapters and optimizer to train with. None stands for the command's default."""
+    """Options for dtypes, adapters and optimizer. None is the command's default."""
 
     dtype: str | None = option("float32, bfloat16, float16. Default: bfloat16; profile: float32.")
     precision: str | None = option(
@@ -166,55 +174,49 @@ class WorkloadOptions:
     ) -> "list[ProfileRequest]":
         """A request for each length with each batch; ProtrainError for unknown choices.
 
-        `defaults` are the dtype and the precision where none is given, `others` further fields.
+        `defaults` are those of the dtype and the precision, `others` further fields.
         """
         from protrain_plan.commands.measuring import ProfileRequest
         from protrain_plan.models.presets import DEFAULT_OPTIMIZER, known_model
         from protrain_runtime.contract.records.adapters import parse_lora
         from protrain_runtime.contract.records.profile import DType, Precision, Quantize, Workload
 
-        dtype: DType = choice("--dtype", self.dtype or defaults[0], get_args(DType))
-        precision: Precision = choice(
-            "--precision", self.precision or defaults[1], get_args(Precision)
-        )
+        named, asked = self.dtype or defaults[0], self.precision or defaults[1]
+        dtype: DType = choice("--dtype", named, get_args(DType))
+        precision: Precision = choice("--precision", asked, get_args(Precision))
         if dtype == "float32" and precision == defaults[1] == "master":
-            precision = "pure"  # the parameters are the float32 ones
+            precision = "pure"  # float32 parameters need no copies
         adapter = "" if self.lora is None else str(parse_lora(self.lora))
         quantize: Quantize = ""
         if self.quantize is not None:
             from protrain_plan.models.quantizing import read_quantize
 
             quantize = read_quantize(self.quantize, adapter=adapter)
-        workload = Workload(
-            model=known_model(model),
-            model_config="",
-            batch_size=1,
-            seq_len=1,
-            dtype=dtype,
-            device="cuda",
-            seed=seed,
-            precision=precision,
-            adapter=adapter,
-            quantize=quantize,
-            compile="blocks" if self.compile else "",
-            deterministic=deterministic,
-        )
-        return [
-            ProfileRequest(
-                workload=replace(workload, batch_size=batch, seq_len=length),
-                optimizer=self.optimizer or DEFAULT_OPTIMIZER,
-                optimizer_args=self.optimizer_args,
-                allow=opt_ins_named(allow),
-                **others,
+        workloads = [
+            Workload(
+                model=known_model(model),
+                model_config="",
+                batch_size=batch,
+                seq_len=length,
+                dtype=dtype,
+                device="cuda",
+                seed=seed,
+                precision=precision,
+                adapter=adapter,
+                quantize=quantize,
+                compile="blocks" if self.compile else "",
+                deterministic=deterministic,
             )
-            for length in lengths
-            for batch in batches
+            for length, batch in product(lengths, batches)
         ]
+        optimizer = self.optimizer or DEFAULT_OPTIMIZER
+        others |= {"optimizer_args": self.optimizer_args, "allow": opt_ins_named(allow)}
+        return [ProfileRequest(workload=one, optimizer=optimizer, **others) for one in workloads]
 
 
 @option_record
 class StepOptions:
-    """Options for when a step updates."""
+    """Options for the updates of a step."""
 
     updates: str | None = option(
         "in-backward, the default; or after-backward, which clipping by the global norm needs:"
@@ -242,19 +244,14 @@ class StepOptions:
         after = choice("--updates", given, ("in-backward", "after-backward")) == "after-backward"
         if self.clip and not after:
             raise ProtrainError("--clip means --updates after-backward", key="--updates")
-        share = self.clip_share
-        if share is None:
-            share = OVERLAPPING.clip_share
-        elif not after:
-            raise ProtrainError(
-                "only for updates after backward", key="--clip-share", fix="add --clip"
-            )
-        share = checked(share, hints(StepSettings)["clip_share"], "--clip-share")
-        when: Updates = "after backward" if after else "in backward"
+        if self.clip_share is not None and not after:
+            problem = "only for updates after backward"
+            raise ProtrainError(problem, key="--clip-share", fix="add --clip")
+        share = OVERLAPPING.clip_share if self.clip_share is None else self.clip_share
         return replace(
             OVERLAPPING,
-            updates=when,
-            clip_share=share,
+            updates="after backward" if after else "in backward",
+            clip_share=checked(share, hints(StepSettings)["clip_share"], "--clip-share"),
             micro_batches=self.accumulate,
             disk_gain=part("--disk-gain", self.disk_gain, "disk_gain"),
         )
@@ -262,7 +259,7 @@ class StepOptions:
 
 @option_record
 class BudgetOptions:
-    """Budgets of a process for each tier; by default all that the machine has, but for headroom."""
+    """Options for budgets; by default all of the machine's memory and disk, less headroom."""
 
     device_memory: str | None = option("Maximum device memory per process, such as 1.5GiB.")
     host_memory: str | None = option("Maximum pinned host memory of the node.")
@@ -288,7 +285,7 @@ class BudgetOptions:
         return machine
 
     def of(self, profile: "Profile", group: "DeviceGroup") -> "Budgets":
-        """A device's budgets, where it is one of a group."""
+        """The budgets of a device, one of a group."""
         from protrain_plan.planning.questions.allocator_slack import default_device_bytes
         from protrain_plan.simulation.group import profile_of_rank
         from protrain_runtime.contract.records.plan import Budgets
@@ -303,12 +300,67 @@ class BudgetOptions:
         )
 
     def refuse_host_memory(self, machines: "Sequence[Hardware]") -> None:
-        """ProtrainError for `--host-memory` where no machine has any below its device."""
-        if self.host_memory is None:
-            return
-        if all(tier.name != "host" for machine in machines for tier in machine.tiers):
-            raise ProtrainError(
-                "a CPU machine computes in host memory, and has no tier below it",
-                key="--host-memory",
-                fix="set its size with --device-memory",
-            )
+        """ProtrainError for `--host-memory` if no machine has host memory besides its device's."""
+        names = {tier.name for machine in machines for tier in machine.tiers}
+        if self.host_memory is not None and "host" not in names:
+            problem = "a CPU machine computes in host memory, and has no tier below it"
+            fix = "set its size with --device-memory"
+            raise ProtrainError(problem, key="--host-memory", fix=fix)
+
+
+_REPLACED = {
+    "named": ("model",),
+    "global_batch": ("batch_size", "accumulate"),
+    "updates": ("clip",),
+}
+"""Options of a file that are replaced by an option of the command line with another name."""
+
+
+@option_record
+class FileOptions:
+    """Options for models that a trainer's file may leave open."""
+
+    named: str | None = option(
+        "The model, if MODEL is a trainer's file that names no known one.",
+        "--model",
+        metavar="MODEL",
+    )
+    beside: str | None = option(
+        "A frozen model that runs a forward on the same batch in each step, such as a teacher or a"
+        " reference: a preset, a config.json, a factory, or none.",
+        metavar="MODEL",
+    )
+
+    def frozen(self, model: str, file: "TrainerFile | None") -> str:
+        """The frozen model beside the trained one; empty for none."""
+        from protrain_plan.models.presets import is_factory, known_model
+
+        named = self.beside if self.beside is not None else file and file.options.get("beside")
+        if named in (None, "none"):
+            return ""
+        if is_factory(model) != is_factory(str(named)):
+            problem = "a factory makes its own batches, and both models need the same ones"
+            fix = "name two factories with such batches, or two models"
+            raise ProtrainError(problem, key="--beside", fix=fix)
+        return known_model(str(named))
+
+    def read(self, context: typer.Context, model: str) -> "TrainerFile | None":
+        """The file that a MODEL argument names; None for a model."""
+        from protrain_plan.models.presets import is_factory
+
+        if Path(model).suffix.lower() in (".yaml", ".yml", ".json"):  # others need no reader
+            from protrain_plan.models.trainer_files import TrainerFile, is_trainer_file
+
+            if is_trainer_file(model):
+                if self.named is not None and is_factory(self.named):
+                    problem = "a factory makes its own batches, not those of a file"
+                    fix = "pass the factory in place of the file, with options for the rest"
+                    raise ProtrainError(problem, key="--model", fix=fix)
+                given = on_command_line(context)  # even with default values
+                given.remove("model" if "model" in given else "profile")  # the argument itself
+                answered = [option for name in given for option in _REPLACED.get(name, (name,))]
+                return TrainerFile(model, given=answered, model=self.named)
+        if self.named is not None:
+            problem = f"{model} is not a trainer's file, and already names a model"
+            raise ProtrainError(problem, key="--model")
+        return None

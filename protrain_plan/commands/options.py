@@ -1,7 +1,7 @@
-"""Options that commands share, and how their texts are read.
+"""Options that commands share, and readers of their texts.
 
-Every command's module is imported for the help of all: it imports at its top what declares options,
-and the rest where it runs.
+The help imports the modules of all commands: at their tops they import only declarations of
+options, and the rest in functions.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,14 +33,14 @@ ProfileOption = Annotated[
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Names of models that begin so, for shells; none where files are meant."""
+    """Names of models with this beginning, for shells."""
     from protrain_plan.models.presets import preset_names
 
     return [name for name in preset_names() if name.startswith(incomplete.lower())]
 
 
 def machine_names(incomplete: str) -> list[str]:
-    """Names of machines, after those before the last comma, for shells."""
+    """Names of machines with this beginning after the last comma, for shells."""
     from protrain_plan.hardware.catalogue import hardware_names
 
     before, comma, last = incomplete.rpartition(",")
@@ -77,11 +77,11 @@ SpillOption = Annotated[
 
 
 SEQ_LEN = 2048
-"""Tokens per sequence that a model is asked about with, where nothing is said."""
+"""Default of tokens per sequence."""
 
 
 def refuse(options: Iterable[str], why: str, fix: str | None = None) -> None:
-    """ProtrainError for the first of the options, where there is one."""
+    """ProtrainError for the first of the options, if there is one."""
     for option in options:
         raise ProtrainError(why, key=option, fix=fix)
 
@@ -96,7 +96,7 @@ def naming(option: str) -> Iterator[None]:
 
 
 def size(option: str, text: str | None, default: int) -> int:
-    """Return the bytes that an option's text says; ProtrainError, naming it, for another text."""
+    """Return an option's text in bytes; ProtrainError with its name for another text."""
     if text is None:
         return default
     with naming(option):
@@ -123,18 +123,16 @@ def separated(texts: list[str] | None) -> list[str]:
 
 
 def integers(option: str, text: str, fix: str | None = None) -> tuple[int, ...]:
-    """`1,4,16` as numbers of at least one; ProtrainError, naming the option, for another text."""
-    try:
+    """`1,4,16` as numbers of at least one; ProtrainError with the option for another text."""
+    with suppress(ValueError):
         numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise ProtrainError(f"expected numbers such as 1,4,16, got {text!r}", key=option, fix=fix)
-    return numbers
+        if min(numbers) >= 1:
+            return numbers
+    raise ProtrainError(f"expected numbers such as 1,4,16, got {text!r}", key=option, fix=fix)
 
 
 def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
-    """`--price` for each machine, or the machine's own; ProtrainError for what is no price."""
+    """`--price` for each machine, or the machine's own; ProtrainError for other texts."""
     from protrain_runtime.contract.records.limits import Price
     from protrain_runtime.contract.records.tree import checked
 
@@ -142,66 +140,54 @@ def prices_of(text: str | None, machines: "Sequence[Hardware]") -> list[float]:
         return [machine.price_per_hour for machine in machines]
     parts = text.split(",")
     if len(parts) not in (1, len(machines)):
-        raise ProtrainError(
-            f"{len(parts)} prices were given for {len(machines)} machines",
-            key="--price",
-            fix="give one for all, or one for each, in the order of --on",
-        )
+        problem = f"{len(parts)} prices were given for {len(machines)} machines"
+        fix = "give one for all, or one for each, in the order of --on"
+        raise ProtrainError(problem, key="--price", fix=fix)
     prices = [checked(part, Price, "--price") for part in parts]
     return prices if len(parts) == len(machines) else prices * len(machines)
 
 
 def choice(option: str, text: str, known: tuple[Name, ...]) -> Name:
-    """Return a known text; ProtrainError, naming the option, for an unknown one."""
+    """Return a known text; ProtrainError with the option for an unknown one."""
     for value in known:
         if text == value:
             return value
-    raise ProtrainError(
-        f"expected {', '.join(known[:-1])} or {known[-1]}, got {text!r}", key=option
-    )
+    expected = f"{', '.join(known[:-1])} or {known[-1]}"
+    raise ProtrainError(f"expected {expected}, got {text!r}", key=option)
 
 
 def opt_ins_named(given: Sequence[str] | None) -> tuple[str, ...]:
-    """Return what `--allow` names, each once and in order; ProtrainError for unknown names."""
+    """Return the values of `--allow`, each once and in order; ProtrainError for unknown ones."""
     from protrain_runtime.contract.records.forms import FORMS, opt_ins_of
     from protrain_runtime.contract.records.words import did_you_mean, listed
 
     known = opt_ins_of(FORMS)
     for name in given or ():
         if name not in known:
-            raise ProtrainError(
-                f"unknown value {name!r}",
-                key="--allow",
-                fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
-            )
+            fix = did_you_mean(name, known) or f"there is {listed(known, 'and')}"
+            raise ProtrainError(f"unknown value {name!r}", key="--allow", fix=fix)
     return tuple(word for word in known if word in (given or ()))
 
 
 def on_command_line(context: typer.Context) -> list[str]:
-    """Parameters of the command that were given, by default values, too."""
+    """Parameters on the command line, even with default values."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
 
 
 def refuse_of_factory(context: typer.Context, model: str, given: Iterable[str] = ()) -> None:
-    """ProtrainError for options of batches on the command line, where a factory makes them.
-
-    Further ones are `given` by --set.
-    """
+    """ProtrainError for a factory with options of batches, typed or `given` by --set."""
     from protrain_plan.models.presets import is_factory
 
-    names = (*on_command_line(context), *(name.replace("-", "_") for name in given))
-    for name in names if is_factory(model) else ():
-        if name in ("batch_size", "seq_len", "global_batch", "text"):
-            raise ProtrainError(
-                f"{cut(model)} is a factory, which makes its own batches",
-                key="--" + name.replace("_", "-"),
-                fix="omit it, and set the sizes in the factory",
-            )
+    names = ("--" + name.replace("_", "-") for name in (*on_command_line(context), *given))
+    ours = ("--batch-size", "--seq-len", "--global-batch", "--text")
+    problem = f"{cut(model)} is a factory, which makes its own batches"
+    wrong = (name for name in names if name in ours and is_factory(model))
+    refuse(wrong, problem, "omit it, and set the sizes in the factory")
 
 
 def found_device(text: str) -> "torch.device":
-    """Return the device that `--device` names; ProtrainError where it cannot be had."""
+    """Return the device that `--device` names; ProtrainError if it is unavailable."""
     from protrain_runtime.devices import device  # torch loads here
 
     with naming("--device"):
@@ -209,7 +195,7 @@ def found_device(text: str) -> "torch.device":
 
 
 def refuse_batches(global_batch: int | None, batch_size: object, accumulate: int) -> None:
-    """ProtrainError where a global batch is given with what it finds."""
+    """ProtrainError if a global batch is given with an option that it replaces."""
     given = {"--batch-size": batch_size, "--accumulate": accumulate > 1}
     found = [option for option, is_given in given.items() if is_given and global_batch is not None]
     refuse(found, "--global-batch finds it")

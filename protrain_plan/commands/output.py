@@ -1,7 +1,7 @@
 """Output of commands: results, errors, progress, the first Ctrl-C.
 
-Results are for standard output, and written at once: what cannot be written there is an error. What
-people read is made of the texts of `terminal.py`; nothing here is read as markup.
+Results go to standard output at once; a failure to write them is an error. Text for people consists
+of the texts of `terminal.py`; nothing here is read as markup.
 """
 
 import fcntl
@@ -33,10 +33,7 @@ BROKEN_PIPE = 128 + signal.SIGPIPE  # as shells say of a program whose reader ha
 
 
 def prepare_streams() -> None:
-    """Make output safe for any characters, and keep it out of files that are opened later.
-
-    Warnings, which quote names too, are escaped like everything else.
-    """
+    """Make output, and warnings, safe for any characters, and keep it out of files opened later."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -56,13 +53,11 @@ def prepare_streams() -> None:
 def destination(
     path: Path, *, option: str = "-o", inputs: Iterable[str | Path | None] = ()
 ) -> Path:
-    """Return where to write; what could not be written after minutes is refused now.
+    """Return the file to write, if it can be written, so that no error comes after minutes of work.
 
-    So is one of the `inputs` from which it is made (files, models as they are named), or what else
-    is written, by whatever name or link it is called.
-
-    `-` is standard output, which then holds the file alone: everything else that is printed, by us
-    or by the model's code, goes to standard error.
+    Raises ProtrainError otherwise, and for one of the `inputs` (files, or names of models) by any
+    name or link. `-` is standard output, which then holds the file alone: everything else that is
+    printed, by us or by the model's code, goes to standard error.
     """
     from protrain_runtime.contract.records import files
 
@@ -70,9 +65,8 @@ def destination(
     fix = f"name a file with {option}"
     directory, descriptor = path.parent, files.descriptor_of(path)
     if any(_is_same(path, source) for source in inputs if source is not None):
-        raise ProtrainError(
-            "this is an input file, and would be overwritten", source=str(path), fix=fix
-        )
+        problem = "this is an input file, and would be overwritten"
+        raise ProtrainError(problem, source=str(path), fix=fix)
     if descriptor is not None or files.is_special(path):
         is_writable = False
         with suppress(OSError):  # a closed descriptor
@@ -109,7 +103,7 @@ def destination(
 
 
 def _is_same(path: Path, source: str | Path) -> bool:
-    """Return whether a file is read or written, or a model's configuration or code."""
+    """Return whether a file is the source, or a model's configuration or code."""
     named = [str(source), os.path.join(source, "config.json"), str(source).rpartition(":")[0]]  # noqa: PTH118
     for name in named:
         with suppress(OSError, ValueError):  # one of them is not there: no model's name is a file
@@ -118,13 +112,7 @@ def _is_same(path: Path, source: str | Path) -> bool:
     return isinstance(source, Path) and os.path.realpath(path) == os.path.realpath(source)
 
 
-_given_away: list[str] = []  # the option that standard output is for
-
-
-def refuse_closed_output() -> None:
-    """ProtrainError where this program was started without a standard output."""
-    if sys.__stdout__ is None:
-        raise ProtrainError("standard output is closed", fix="redirect it to /dev/null")
+_given_away: list[str] = []  # option that uses standard output
 
 
 def print_result(as_json: bool, data: object, text: Callable[[], RenderableType]) -> None:
@@ -136,12 +124,12 @@ def print_result(as_json: bool, data: object, text: Callable[[], RenderableType]
 
 
 def print_rendered(text: RenderableType, *, wrap: bool = True) -> None:
-    """Print for people; in a pipe without the blanks that fill lines up on a terminal."""
+    """Print for people; in a pipe without blanks at the ends of lines."""
     print_text(_printed(_out, text, wrap=wrap))
 
 
 def print_json(data: object, *, indent: int | None = 2) -> None:
-    """Print plain data, and records inside, as one JSON object; in a line with no `indent`."""
+    """Print plain data, and records inside, as one JSON object; in one line without `indent`."""
     print_text(json.dumps(plain(data), indent=indent))
 
 
@@ -151,27 +139,24 @@ def print_beside(text: str) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print lines as they are: for programs, and never wrapped.
+    """Print lines as they are, never wrapped; raises as `flush` does."""
+    flush(text + "\n")
 
-    Exits quietly if the reader has closed the pipe; ProtrainError if they cannot be written.
+
+def flush(text: str = "") -> None:
+    """Write to standard output, and flush it.
+
+    Exits quietly if the reader has closed the pipe; ProtrainError if the text cannot be written.
     """
     try:
-        sys.stdout.write(text + "\n")
-    except OSError as error:
-        raise lost(error) from None
-    flush()
-
-
-def flush() -> None:
-    """Flush standard output; raises as `print_text` does."""
-    try:
+        sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
         raise lost(error) from None
 
 
 def print_error(message: str, *, hint: str | None = None) -> None:
-    """Print what went wrong on standard error, if that can be written."""
+    """Print an error on standard error, if that can be written."""
     first, *rest = lines(message).split("\n")
     text = Text().append("error:", "bold red").append(f" {first}")
     parts = [text, *map(Text, rest), *([Text(f"  {hint}")] if hint else [])]
@@ -182,7 +167,7 @@ def print_error(message: str, *, hint: str | None = None) -> None:
 
 def lost(error: OSError) -> Exception:
     """Return the error for a standard output that cannot be written."""
-    # What is in its buffer still would fail again, when Python ends.
+    # Text that is still in its buffer would fail again when Python ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if isinstance(error, BrokenPipeError):
         return typer.Exit(BROKEN_PIPE)
@@ -216,18 +201,18 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 EVERY_S = 5.0
-"""Seconds from one line of progress to the next, where standard error is no terminal."""
+"""Seconds between lines of progress if standard error is no terminal."""
 
 
 @contextmanager
 def progress(
     *, quiet: bool, threaded: bool = True, rank: int = 0
 ) -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error, gone when the work is done; where that is no terminal, lines.
+    """A bar on standard error until the work is done; lines if standard error is no terminal.
 
-    `quiet` is no bar: what is printed meanwhile is on the same terminal. Of several ranks the first
-    alone tells. A thread keeps both going, but where the process's memory is measured or promised:
-    the stack of a thread counts as data, 8 MiB of it.
+    With `quiet` there is no bar, since results go to the same terminal; only rank 0 has one. A
+    thread updates it, but not where the process's memory is measured or limited: the stack of a
+    thread counts as 8 MiB of data.
     """
     if rank > 0 or (quiet and _err.is_terminal):
         yield lambda *_: None
@@ -256,7 +241,7 @@ def progress(
 
 @contextmanager
 def _lines(*, threaded: bool) -> Iterator[Callable[[str, float], None]]:
-    """Lines such as `... estimating: 30%, 10.0 s`: none of work that takes less than `EVERY_S`."""
+    """Lines such as `... estimating: 30%, 10.0 s`; none for work shorter than `EVERY_S`."""
     began = printed = time.monotonic()
     now, ended = ("starting", 0.0), threading.Event()
 

@@ -11,6 +11,7 @@ from rich.console import Group
 
 from protrain_plan.commands.option_records import (
     BudgetOptions,
+    FileOptions,
     StepOptions,
     WorkloadOptions,
     filled,
@@ -49,7 +50,6 @@ from protrain_plan.commands.staging import (
     plan_in_stages,
     refuse_without_global_batch,
 )
-from protrain_plan.commands.trainer_files import FileOptions
 from protrain_plan.presentation.terminal import fields_of
 from protrain_runtime.contract.errors import ProtrainError
 
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from protrain_plan.commands.cells import Cells, Row
     from protrain_plan.commands.staging import Staged
     from protrain_plan.models.trainer_files import TrainerFile
-    from protrain_plan.planning.explain.explaining import Explanation
     from protrain_plan.planning.model.options import Pin
+    from protrain_plan.planning.questions.answer_cache import AnswerCache
     from protrain_plan.planning.questions.answers import Answer, Objective, Quantity, Question
     from protrain_plan.planning.questions.cells import Tried
     from protrain_runtime.contract.records.hardware import Hardware
@@ -70,7 +70,7 @@ QUANTITIES: "tuple[Quantity, ...]" = ("batch-size", "seq-len")
 
 @option_record
 class PinOptions:
-    """Decisions that are fixed, and whether all are explained."""
+    """Options for fixed decisions and explanations."""
 
     pin: list[str] | None = option("Fix decisions: 'layers.0-3: recompute'. Repeat for several.")
     pins: Path | None = option("A YAML file of such decisions.")
@@ -82,22 +82,11 @@ class PinOptions:
     explain: bool = flag("Explain the decisions.")
 
     def read(self) -> "tuple[Pin, ...]":
-        """The pins of the file, then the others; ProtrainError where one cannot be read."""
+        """The pins of the file, then the others; ProtrainError if one cannot be read."""
         from protrain_plan.planning.model.options import EXACT_UPDATES, parse_pin, read_pins
 
-        return (
-            *(read_pins(self.pins) if self.pins else ()),
-            *(parse_pin(text) for text in self.pin or ()),
-            *([EXACT_UPDATES] if self.exact_updates else []),
-        )
-
-    def explained(self, answer: "Answer") -> "Explanation | None":
-        """Return the reasons for the plan, if requested and if there is a plan."""
-        from protrain_plan.planning.explain.explaining import explain
-
-        if not self.explain or answer.solved is None:
-            return None
-        return explain(answer.of_rank, answer.solved.plan, answer.solved.search)
+        of_file = read_pins(self.pins) if self.pins else ()
+        return (*of_file, *map(parse_pin, self.pin or ()), *[EXACT_UPDATES] * self.exact_updates)
 
 
 @option_record
@@ -126,9 +115,8 @@ class ObjectiveOptions:
             raise ProtrainError(f"{options[0]} and {options[1]} are different objectives")
         if self.maximize is not None:
             choice("--maximize", self.maximize, QUANTITIES)
-        return Objective(
-            max_slowdown=self.max_slowdown, pareto_points=self.points if self.pareto else None
-        )
+        points = self.points if self.pareto else None
+        return Objective(max_slowdown=self.max_slowdown, pareto_points=points)
 
     def largest(
         self,
@@ -138,9 +126,9 @@ class ObjectiveOptions:
     ) -> "Question":
         """The question about the largest size that fits, `estimated` at that size.
 
-        Sizes in proportion say where to look: from one that is estimated the next is nearer, until
-        two say the same. A profile in a file has one size alone: ProtrainError for another one,
-        with the command that profiles it.
+        Each estimated size predicts the largest one in proportion; the next estimate is of that
+        size, until the prediction was estimated already. A profile in a file, or a factory, has one
+        size: raises ProtrainError for another one, with the command that profiles it.
         """
         from protrain_plan.checking.rules import profile_command
         from protrain_plan.planning.questions.growth import largest_of, size_of, sized
@@ -154,12 +142,10 @@ class ObjectiveOptions:
             if estimated is None:
                 asked = replace(record, workload=sized(record.workload, quantity, size))
                 own = "" if record.workload.model_config else "set its batches to that size, then: "
-                raise ProtrainError(
-                    f"the largest {quantity} that fits is about {size}, if bytes grow in"
-                    " proportion; a plan for it takes a profile of that size",
-                    key="--maximize",
-                    fix=f"profile it, and plan that: {own}{profile_command(asked, path)}",
-                )
+                fix = f"profile it, and plan that: {own}{profile_command(asked, path)}"
+                problem = f"the largest {quantity} that fits is about {size}, if bytes grow in"
+                problem += " proportion; a plan for it takes a profile of that size"
+                raise ProtrainError(problem, key="--maximize", fix=fix)
             question = known[size] = estimated(quantity, size)
         here = size_of(question.profile.workload, quantity)
         return known[here if size is None else min(size, here)]
@@ -198,12 +184,11 @@ class GroupOptions:
     )
 
     def on(self, machine: "Hardware") -> "DeviceGroup":
-        """The group on a machine; ProtrainError where that does not have it."""
+        """The group on a machine; ProtrainError if the machine does not have it."""
         from protrain_plan.simulation.group import group_on
 
-        return group_on(
-            machine, self.num_devices, num_nodes=self.nodes, num_replicas=self.replicas or 1
-        )
+        replicas = self.replicas or 1
+        return group_on(machine, self.num_devices, num_nodes=self.nodes, num_replicas=replicas)
 
 
 @option_record
@@ -223,14 +208,15 @@ class SearchOptions:
         question: "Question",
         objective: "Objective",
         lp: Path | None,
+        cache: "AnswerCache",
         *,
-        no_cache: bool,
         as_json: bool,
-        lists_front: bool = True,
+        lists_front: bool,
     ) -> "Answer":
-        """The answer, with its progress shown; Ctrl-C ends the search with the best so far."""
-        from protrain_plan.planning.questions.answer_cache import AnswerCache
+        """The answer, found with a progress bar; Ctrl-C ends the search with the best so far.
 
+        With `lists_front`, points of a front are printed as soon as they are found.
+        """
         if lp is not None:
             from protrain_plan.planning.model.fluid import Fluid
 
@@ -242,27 +228,21 @@ class SearchOptions:
             from protrain_plan.planning.search.improving import SOLVERS, Effort
             from protrain_plan.presentation.plans import point_text, search_text
 
-            return ask(
-                question,
-                objective,
-                AnswerCache(off=no_cache),
-                effort=Effort(
-                    gap_target=self.gap,
-                    time_limit_s=self.time_limit,
-                    seed=self.seed,
-                    stopped=interrupted.is_set,
-                    solver=choice("--solver", self.solver, SOLVERS),
-                    progress=lambda *found: report(search_text(*found), 0.5),
-                ),
-                report=(lambda point: print_beside(point_text(point)))
-                if lists_front and not as_json
-                else None,
+            effort = Effort(
+                gap_target=self.gap,
+                time_limit_s=self.time_limit,
+                seed=self.seed,
+                stopped=interrupted.is_set,
+                solver=choice("--solver", self.solver, SOLVERS),
+                progress=lambda *found: report(search_text(*found), 0.5),
             )
+            listed = (lambda point: print_beside(point_text(point))) if lists_front else None
+            return ask(question, objective, cache, effort=effort, report=listed)
 
 
 @option_record
 class ModelOptions:
-    """A model that is planned by its name: its profile is estimated for a machine."""
+    """Options for a model that is planned by name: its profile is estimated for a machine."""
 
     on: str | None = option(
         "Estimate the profile for this machine: a catalogue name or a YAML file.",
@@ -283,7 +263,7 @@ class ModelOptions:
         budgets: BudgetOptions,
         staged: StageOptions,
     ) -> "Cells":
-        """The one cell of the model on a group of the machine's devices."""
+        """The cell of the model on a group of the machine's devices."""
         from protrain_plan.commands.cells import Cells
         from protrain_plan.hardware.offers import MachineOffer
         from protrain_plan.profiling.estimate_cache import EstimateCache
@@ -294,19 +274,16 @@ class ModelOptions:
             offers=[one],
             budgets=budgets,
             global_batch=self.global_batch,
-            stages=None if staged.stages is None else staged.numbers(),
+            stages=staged.numbers(),
             sizes=(self.batch_size,) if self.batch_size else SIZES,
             cache=EstimateCache(off=self.no_cache),
         )
 
-    def refuse(
-        self, workload: WorkloadOptions, of_file: FileOptions, *, staged: bool = False
-    ) -> None:
-        """ProtrainError for what a profile says already; the batch of a pipeline it does not."""
-        ours = ("--on", "--no-cache", *(["--global-batch"] if staged else []))
+    def refuse(self, workload: WorkloadOptions, of_file: FileOptions, *, staged: bool) -> None:
+        """ProtrainError for options that a profile sets; a pipeline's batch is not in it."""
+        ours = ("--on", "--no-cache", *["--global-batch"] * staged)
         kept = [option for option in given(self) if option not in ours]
-        kept += ["--model"] if of_file.named else []
-        kept += ["--beside"] if of_file.beside else []
+        kept += ["--model"] * bool(of_file.named) + ["--beside"] * bool(of_file.beside)
         fix = "plan a model by its name with --on"
         refuse((*kept, *given(workload)), "the profile already sets it", fix)
 
@@ -356,6 +333,8 @@ def plan(
     | protrain plan profile.yaml --pin 'layers.0-3: recompute' --explain
     """
     from protrain_plan.commands.cells import Row
+    from protrain_plan.models.presets import is_factory
+    from protrain_plan.planning.questions.answer_cache import AnswerCache
     from protrain_runtime.contract.records import write_plan, write_profile
 
     beside, file, named, frozen = None, None, profile, ""
@@ -401,30 +380,29 @@ def plan(
         pins=fixed.read(),
         quiet=as_json,
     )
-    if staged.stages is not None:
-        of_stages = subject.in_stages(model.global_batch or 1, staged.numbers())
+    if (numbers := staged.numbers()) is not None:
+        of_stages = subject.in_stages(model.global_batch or 1, numbers)
         plan_in_stages(of_stages, fixed.explain, target, beside, as_json=as_json)
         return
-    question = wanted.largest(subject.question(), str(beside or profile), subject.sized)
-    answer = search.ask(question, objective, lp, no_cache=model.no_cache, as_json=as_json)
+    estimated = None if cells is None or is_factory(named) else subject.question
+    question = wanted.largest(subject.question(), str(beside or profile), estimated)
+    cache, listed = AnswerCache(off=model.no_cache), not as_json
+    answer = search.ask(question, objective, lp, cache, as_json=as_json, lists_front=listed)
     if answer.solved is not None and not wanted.pareto:
         if "output" not in on_command_line(context) and target.is_file():
             print_beside(f"replaced the previous {target}; -o names another file")
         if beside is not None:
             write_profile(question.profile, beside)
         write_plan(answer.solved.plan, target)
-    explanation = fixed.explained(answer)
-    others = (*given(wanted), *["--time-limit"] * (search.time_limit is not None))
-    best = None if others else _best_change(answer, model.no_cache, quiet=as_json)
     written = tuple(filter(None, (beside, output)))
-    _show(answer, explanation, best, written, file, wanted.maximize, as_json=as_json)
-    if answer.infeasible is not None:
-        raise typer.Exit(3)
+    is_default = not given(wanted) and search.time_limit is None
+    best = _best_change(answer, cache, quiet=as_json) if is_default else None
+    _show(answer, best, written, file, wanted, fixed, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Subject:
-    """A profile in a file, or cells that estimate one, with what holds for it at every size."""
+    """A profile in a file, or cells that estimate one, with the settings of every size."""
 
     record: "Profile | None"
     cells: "Cells | None"
@@ -436,29 +414,22 @@ class _Subject:
     quiet: bool
 
     def question(self, *size: Any) -> "Question":
-        """The question about it, estimated with another size where that is given."""
+        """The question about it, estimated for another `size` if given."""
         from protrain_plan.planning.questions.answers import Question
 
         if self.cells is not None:
             with progress(quiet=self.quiet) as report:
                 [[cell]] = (self.cells.sized(*size) if size else self.cells).lines(report)
-            found = cell.question
-        else:
-            assert self.record is not None
-            budgets = self.budgets.of(self.record, self.settings.group)
-            found = Question(
-                profile=self.record, settings=self.settings, budgets=budgets, allow=self.allowed
-            )
-        return replace(found, replicas=self.replicas, pins=self.pins)
-
-    @property
-    def sized(self) -> "Callable[[Quantity, int], Question] | None":
-        """`question` at other sizes, which a file has not; a factory's batches are its own."""
-        from protrain_plan.models.presets import is_factory
-
-        if self.cells is None or is_factory(self.cells.rows[0].request.workload.model):
-            return None
-        return self.question
+            return replace(cell.question, replicas=self.replicas, pins=self.pins)
+        assert self.record is not None
+        return Question(
+            profile=self.record,
+            settings=self.settings,
+            budgets=self.budgets.of(self.record, self.settings.group),
+            allow=self.allowed,
+            replicas=self.replicas,
+            pins=self.pins,
+        )
 
     def in_stages(self, global_batch: int, numbers: tuple[int, ...]) -> "Staged":
         """The question about stages."""
@@ -478,7 +449,7 @@ def _refuse_in_stages(
     global_batch: int | None,
     settings: "StepSettings",
 ) -> None:
-    """ProtrainError for options that stages are planned without."""
+    """ProtrainError for options that do not apply to stages."""
     unused = (option for option in others if option != "--explain")
     refuse(unused, "stages are planned without it", "leave it out, or --stages")
     refuse_without_global_batch(global_batch, None, settings.micro_batches)
@@ -486,37 +457,39 @@ def _refuse_in_stages(
     refuse(replicas, "replicas are chosen for each stage", "leave it out")
 
 
-def _best_change(answer: "Answer", no_cache: bool, *, quiet: bool) -> "Tried | None":
-    """The change that gains most; None after Ctrl-C, for the plan itself is written by then."""
+def _best_change(answer: "Answer", cache: "AnswerCache", *, quiet: bool) -> "Tried | None":
+    """The change that gains most; None after Ctrl-C, since the plan is written by now."""
     from protrain_plan.commands.cells import best_change
-    from protrain_plan.planning.questions.answer_cache import AnswerCache
 
     with suppress(KeyboardInterrupt), progress(quiet=quiet) as report:
-        return best_change(answer, AnswerCache(off=no_cache), report)
+        return best_change(answer, cache, report)
     return None
 
 
 def _show(
     answer: "Answer",
-    explanation: "Explanation | None",
     best: "Tried | None",
     written: tuple[Path, ...],
     file: "TrainerFile | None",
-    maximize: str | None,
+    wanted: ObjectiveOptions,
+    fixed: PinOptions,
     *,
     as_json: bool,
 ) -> None:
-    """Print the answer, and after a trainer's file what to change in it."""
+    """Print the answer and the changes of a trainer's file; exits with 3 if no plan fits."""
+    from protrain_plan.planning.explain.explaining import explain
     from protrain_plan.presentation.grids import change_json
     from protrain_plan.presentation.plans import answer_json, answer_text
     from protrain_plan.presentation.trainer_files import advice, file_json, file_text
 
+    explanation, solved = None, answer.solved
+    if fixed.explain and solved is not None:
+        explanation = explain(answer.of_rank, solved.plan, solved.search)
     data = answer_json(answer, explanation)
-    if best is not None:
-        data["best_change"] = change_json(best, answer)
+    data |= {"best_change": change_json(best, answer)} if best else {}
     text = answer_text(answer, explanation, *written, best=best)
     profile = answer.question.profile
-    if maximize is not None and answer.solved is not None:
+    if wanted.maximize is not None and solved is not None:
         size = profile.workload
         data |= fields_of(size, "batch_size", "seq_len")
         found = f"{size.batch_size} sequences of {size.seq_len} tokens"
@@ -527,35 +500,30 @@ def _show(
         data |= file_json(file, advised)
         text = Group(text, *file_text(file, advised))
     print_result(as_json, data, lambda: text)
+    if answer.infeasible is not None:
+        raise typer.Exit(3)
 
 
 def _read(path: str, allowed: tuple[str, ...]) -> "Profile":
-    """The profile in a file; ProtrainError for a model, and for --allow without such forms."""
+    """The profile in a file; ProtrainError for a model, and for --allow without these forms."""
     from protrain_plan.models.presets import names_model
     from protrain_runtime.contract.records import read_profile
 
     if names_model(path):
-        raise ProtrainError(
-            "a model is planned for a machine",
-            source=path,
-            key="--on",
-            fix=f"name one (protrain hardware list): protrain plan {path} --on rtx-4090",
-        )
+        fix = f"name one (protrain hardware list): protrain plan {path} --on rtx-4090"
+        raise ProtrainError("a model is planned for a machine", source=path, key="--on", fix=fix)
     record = read_profile(Path(path))
     if missing := [word for word in allowed if word not in record.allowed]:
         from protrain_plan.checking.rules import profile_command
 
-        raise ProtrainError(
-            f"the profile was recorded without --allow {missing[0]}, and lacks these forms",
-            source=path,
-            key="--allow",
-            fix=profile_command(replace(record, allowed=(*record.allowed, *missing)), path),
-        )
+        problem = f"the profile was recorded without --allow {missing[0]}, and lacks these forms"
+        fix = profile_command(replace(record, allowed=(*record.allowed, *missing)), path)
+        raise ProtrainError(problem, source=path, key="--allow", fix=fix)
     return record
 
 
 def _places(output: Path) -> tuple[Path, Path]:
-    """Return the files of a plan and its profile: in a named folder, or in the same one."""
+    """Return the files of a plan and its profile, in the folder that -o names or has."""
     if str(output) == "-":
         raise ProtrainError("a plan and its profile need two files", key="-o", fix="name a folder")
     if output.suffix in (".yaml", ".yml"):

@@ -1,5 +1,6 @@
-"""`protrain show`, `simulate`, `report`, `diff` and `export`: what a plan says."""
+"""`protrain show`, `simulate`, `report`, `diff` and `export`: commands that read plans."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -72,9 +73,8 @@ def simulate(
     from protrain_plan.presentation.report.step import read_step
     from protrain_runtime.contract.records.files import replace_text
 
-    target = None
-    if trace is not None:
-        target = destination(trace, option="--trace", inputs=_read_for(plan, profile))
+    read = _read_for(plan, profile)
+    target = trace and destination(trace, option="--trace", inputs=read)
     step = read_step(plan, profile, stage=stage)
     if target is not None:
         replace_text(target, trace_text(step, of_all=stage is None))
@@ -117,6 +117,7 @@ def report(
     front: list[dict[str, Any]] = []
     if pareto:  # up to all of the device, with the plan's other budgets
         from protrain_plan.commands.plan import SearchOptions
+        from protrain_plan.planning.questions.answer_cache import AnswerCache
         from protrain_plan.planning.questions.answers import Objective, Question
         from protrain_plan.presentation.plans import front_json
 
@@ -125,16 +126,15 @@ def report(
         settings = replace(made.settings, overlap_steps=True)
         question = Question(profile=step.profile, budgets=budgets, settings=settings)
         aim = Objective(pareto_points=points)
-        answer = SearchOptions().ask(
-            question, aim, None, no_cache=False, as_json=False, lists_front=False
-        )
+        cache = AnswerCache(off=False)
+        answer = SearchOptions().ask(question, aim, None, cache, as_json=False, lists_front=False)
         front = front_json(answer.front)
     replace_text(target, page_text(step, recording=recorded, front=front))
     print_rendered(wrote(output), wrap=False)
 
 
 def _read_for(plan: Path, profile: Path | None = None) -> tuple[Path, ...]:
-    """The files of a plan, which no command writes."""
+    """The files of a plan, which no command overwrites."""
     return plan, profile or plan.parent / "profile.yaml"
 
 
@@ -157,31 +157,31 @@ def diff(
     from protrain_plan.presentation.checks import diffs
     from protrain_runtime.contract.records import loads_plan
     from protrain_runtime.contract.records.files import read_text
+    from protrain_runtime.contract.records.reader import kind_of
 
-    form: DiffFormat = choice(
-        "--format", "json" if as_json else output_format, get_args(DiffFormat)
-    )
-    texts: list[str | RecordError] = []
+    named = "json" if as_json else output_format
+    form: DiffFormat = choice("--format", named, get_args(DiffFormat))
+    plans = []
+    errors, about = list[RecordError](), title or str(new)
     for path in (old, new):  # once: a shell's <(...) cannot be read again
+        text = ""
         try:
-            texts.append(read_text(path))
-        except RecordError as error:
-            texts.append(error)
-    if if_plans and not any(_is_plan(text) for text in texts):
-        return
-    about = title or str(new)
-    try:
-        plans = []
-        for path, text in zip((old, new), texts, strict=True):
-            if isinstance(text, RecordError):
-                raise text
+            text = read_text(path)
             plans.append(loads_plan(text, str(path)))
-        found = plan_diff(*plans)
-    except RecordError as error:
+        except RecordError as error:
+            errors.append(error)
+            with suppress(RecordError):
+                if_plans = if_plans and kind_of(text) != "plan"
+        else:
+            if_plans = False
+    if if_plans:
+        return
+    if errors:
         if form != "markdown":
-            raise
-        print_text(diffs.error_markdown(error, title=about))  # readable in the pull request
-        raise typer.Exit(error.exit_code) from None
+            raise errors[0]
+        print_text(diffs.error_markdown(errors[0], title=about))  # readable in the pull request
+        raise typer.Exit(errors[0].exit_code)
+    found = plan_diff(*plans)
     match form:
         case "text":
             print_rendered(diffs.diff_text(found))
@@ -189,16 +189,6 @@ def diff(
             print_json(fields_of(found) | {"num_changed": found.num_changed})
         case "markdown":
             print_text(diffs.diff_markdown(found, title=about))
-
-
-def _is_plan(text: str | RecordError) -> bool:
-    """Return whether the text says that it is a plan, as the reader of plans sees it."""
-    from protrain_runtime.contract.records.reader import kind_of
-
-    try:
-        return isinstance(text, str) and kind_of(text) == "plan"
-    except RecordError:
-        return False
 
 
 def export(

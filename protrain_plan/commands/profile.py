@@ -25,6 +25,7 @@ from protrain_plan.commands.options import (
     refuse_of_factory,
 )
 from protrain_plan.commands.output import destination, print_result, progress
+from protrain_plan.presentation.terminal import fields_of
 
 
 @option_record
@@ -105,11 +106,7 @@ def profile(
         [batch_size],
         allow=allow,
         defaults=("float32", "pure"),
-        device=measuring.device,
-        deterministic=measuring.deterministic,
-        steps=measuring.steps,
-        unit_by_unit=measuring.unit_by_unit,
-        probe=measuring.probe,
+        **fields_of(measuring, but=("in_process",)),
         no_cache=no_cache,
         seed=seed,
         text=text,

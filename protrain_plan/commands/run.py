@@ -16,7 +16,6 @@ from protrain_plan.commands.output import destination, print_beside, print_resul
 from protrain_runtime.contract.errors import ProtrainError
 
 if TYPE_CHECKING:
-    from protrain_plan.commands.launched import Launched
     from protrain_plan.commands.training import Run
     from protrain_runtime.contract.program.memory import Excess
     from protrain_runtime.contract.records.plan import Plan
@@ -54,11 +53,11 @@ class RunOptions:
 
     @property
     def asked(self) -> "Check | None":
-        """Comparison while the plan runs."""
+        """Comparison during the run."""
         return "bitwise" if self.check else None
 
     def refuse(self, plan: "Plan") -> None:
-        """Raise ProtrainError for options that contradict one another, or the plan."""
+        """ProtrainError for options that contradict one another, or the plan."""
         from protrain_runtime.contract.records.hardware import is_accelerator
 
         workload = plan.workload
@@ -70,29 +69,29 @@ class RunOptions:
                 fix="profile with --deterministic, plan again, and verify that plan",
             )
         if self.save_every is not None and self.save is None:
-            problem = "no directory to save to"
-            raise ProtrainError(problem, key="--save-every", fix="--save DIR")
-        for asked, problem in (
-            (self.verify, "--verify runs plain PyTorch too"),
-            (self.recording, "--record needs a planned step"),
-            (self.check, "--check needs planned steps"),
-        ):
-            if self.plain and asked:
+            raise ProtrainError("no directory to save to", key="--save-every", fix="--save DIR")
+        asked = {
+            "--verify runs plain PyTorch too": self.verify,
+            "--record needs a planned step": self.recording,
+            "--check needs planned steps": self.check,
+        }
+        for problem, is_asked in asked.items():
+            if self.plain and is_asked:
                 raise ProtrainError(problem, fix="leave --plain out")
 
     def overruns(
         self, plan: "Plan", result: "Run", profile: "Callable[[], Profile | None]"
     ) -> "tuple[Excess, ...]":
-        """Return where the measured step took more memory than predicted."""
+        """Return the excesses of measured over predicted memory."""
         from protrain_runtime.contract.program.memory import exceeded
         from protrain_runtime.diagnostics.checking import CHECKED_STEPS
 
         measured = result.measured_peak_bytes
-        # A plain copy that is compared with stands beside the first steps.
+        # With --check, a plain copy is in memory in the first steps.
         beside = self.check and self.steps - result.first_step <= CHECKED_STEPS
         if measured is None or self.plain or beside:
             return ()
-        # What the allocator held is shown; a limit on it is the device's to hold.
+        # The allocator's reserve is shown, but limited by the device alone.
         return exceeded(plan, replace(measured, allocator=0), result.slot_bytes, profile())
 
 
@@ -114,7 +113,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         case = opened(read_files(plan))
         return case.profile if case else None
 
-    who: Launched | None = None
+    who = None
     if int(os.environ.get("WORLD_SIZE", "1")) != 1:  # by a launcher, with other ranks
         from protrain_plan.commands.launched import launched
 
@@ -131,15 +130,14 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
 
         most = size("--memory-limit", options.memory_limit, 0)
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    # All is loaded before what was freed is returned, as in the process that measured.
+    # All is loaded before freed memory is returned, as in the process that measured.
     from protrain_plan.commands.training import train
     from protrain_runtime.devices.memory_meter import return_freed_memory
 
     if not is_accelerator(record.workload.device):
         return_freed_memory()
-    rank = 0
+    rank = who.rank if who is not None else 0
     if who is not None:
-        rank = who.rank
         names = ("steps", "plain", "verify", "save", "save_every", "resume")
         facts = {f"--{n.replace('_', '-')}": str(getattr(options, n)) for n in names}
         facts |= {"--check": str(options.asked), "--record": str(options.recording)}
@@ -158,7 +156,7 @@ def run(plan: PlanArgument, options: RunOptions, as_json: JsonOption = False) ->
         write_recording(result.recording, target)
     verified = None
     if reference is not None:
-        same = reference.losses[result.first_step :] == result.losses  # that one had no break
+        same = reference.losses[result.first_step :] == result.losses  # that one did not resume
         verified = same and reference.parameters_sha256 == result.parameters_sha256
     data = run_json(
         record, result, plain=options.plain, verified=verified, overruns=overruns, profile=beside()

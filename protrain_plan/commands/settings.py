@@ -32,7 +32,7 @@ MOST_VALUES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Values by names: bytes and bytes per second of resources, numbers, and options' own."""
+    """Values by names: of resources (bytes, bytes per second), of counts, and of options."""
 
     given: dict[str, tuple[Any, ...]]
 
@@ -41,11 +41,11 @@ class Grid:
 
     @property
     def values(self) -> "list[tuple[tuple[Resource, float], ...]]":
-        """Combinations of resources: none is one."""
+        """Combinations of resources; one empty one if none is set."""
         return self._chosen(RESOURCES)  # type: ignore[return-value]
 
     def filled(self, record: Record) -> Record:
-        """Return options of numbers with those that were set, as texts."""
+        """Return the record with the counts that were set, as texts."""
         counts = {n: ",".join(map(str, self.given[n])) for n in COUNTS if n in self.given}
         return filled(record, counts)
 
@@ -55,11 +55,8 @@ class Grid:
         for name in (name for name in self.given if name != "link"):
             typed = f"{name}-memory" if name in ("device", "host") else name
             if _parameter(context, typed).name in given:
-                raise ProtrainError(
-                    f"--set already has values of {name}",
-                    key=f"--{typed}",
-                    fix="use one of the two",
-                )
+                problem = f"--set already has values of {name}"
+                raise ProtrainError(problem, key=f"--{typed}", fix="use one of the two")
 
     def rows(
         self, workload: WorkloadOptions, step: StepOptions
@@ -70,26 +67,21 @@ class Grid:
 
 
 def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: str | None) -> Grid:
-    """`host=64GiB..1TiB`, `link=pcie-3,pcie-4` or `optimizer=adamw,sgd`, of --set and --sweep.
+    """Read `host=64GiB..1TiB`, `link=pcie-3,pcie-4` or `optimizer=adamw,sgd` of --set and --sweep.
 
-    ProtrainError for what is none of these.
+    Raises ProtrainError for other texts.
     """
     given: dict[str, tuple[Any, ...]] = {}
     named = [("--set", text) for text in texts or ()]
     for option, text in [*named, *([("--sweep", sweep)] if sweep else [])]:
         name, equals, values = (part.strip() for part in text.partition("="))
         if not equals or not values:
-            raise ProtrainError(
-                f"expected a setting and its values, such as host=64GiB..1TiB, got {cut(text)!r}",
-                key=option,
-            )
+            expected = "a setting and its values, such as host=64GiB..1TiB"
+            raise ProtrainError(f"expected {expected}, got {cut(text)!r}", key=option)
         known = (*RESOURCES, *COUNTS, *OPTIONS)
         if name not in known:
-            raise ProtrainError(
-                f"expected a setting, got {cut(name)!r}",
-                key=option,
-                fix=did_you_mean(name, known) or f"there is {listed(known, 'and')}",
-            )
+            fix = did_you_mean(name, known) or f"there is {listed(known, 'and')}"
+            raise ProtrainError(f"expected a setting, got {cut(name)!r}", key=option, fix=fix)
         if name in OPTIONS:
             parts = [values] if name in WITH_COMMAS else values.split(",")
             read = _parameter(context, name).process_value  # as the command line reads it
@@ -97,10 +89,8 @@ def read_settings(context: typer.Context, texts: Sequence[str] | None, sweep: st
             given[name] = tuple(dict.fromkeys((*given.get(name, ()), *found)))
         else:
             given[name] = tuple(sorted({*given.get(name, ()), *_numbers(option, name, values)}))
-        if len(given[name]) > MOST_VALUES:
-            raise ProtrainError(
-                f"expected at most {MOST_VALUES} values, got {len(given[name])}", key=option
-            )
+        if (count := len(given[name])) > MOST_VALUES:
+            raise ProtrainError(f"expected at most {MOST_VALUES} values, got {count}", key=option)
     return Grid(given=given)
 
 
@@ -109,7 +99,7 @@ def _parameter(context: typer.Context, name: str) -> Any:
 
 
 def _numbers(option: str, name: str, text: str) -> list[float]:
-    """Return the values of a text; values of a range double up to its end."""
+    """Return the values of a text; those of a range double up to its end."""
     found: list[float] = []
     for part in text.split(","):
         first, several, last = part.partition("..")
@@ -126,7 +116,7 @@ def _numbers(option: str, name: str, text: str) -> list[float]:
 
 
 def _number(option: str, name: str, text: str) -> float:
-    """A size, a speed or a count; more than nothing, but for sizes."""
+    """A size, or a positive speed or count."""
     text = text.strip()
     if name in ("host", "device", "disk"):
         return size(option, text, 0)

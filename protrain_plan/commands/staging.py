@@ -1,4 +1,4 @@
-"""`--stages`: in how many pipeline stages a model is trained best, from its profile or its name."""
+"""`--stages`: the best number of pipeline stages for a model, from its profile or its name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from protrain_runtime.contract.records.profile import Profile
 
 SIZES = (1, 2, 4, 8)
-"""Sequences of a micro-batch where a model is estimated: pipelines want small ones."""
+"""Sequences per micro-batch of estimated models: pipelines want small ones."""
 
 
 @option_record
@@ -39,25 +39,25 @@ class StageOptions:
         " whether it is worth it."
     )
 
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers to choose from; none: all."""
+    def numbers(self) -> tuple[int, ...] | None:
+        """The numbers to choose from (none: all), if stages are wanted."""
         if self.stages in (None, "auto"):
-            return ()
+            return () if self.stages else None
         return integers("--stages", self.stages or "", "--stages auto tries all possible numbers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A question about stages; `estimate` makes the profile of a batch that has none of its own.
+    """A question about stages; `estimate` makes the profile of a batch that is interpolated.
 
-    Profiles of the smallest and of the largest batch are estimates, those between are not.
+    Profiles of the smallest and of the largest batch are estimates; others are interpolated.
     """
 
     question: "StagesQuestion"
     estimate: "Callable[[int], Profile] | None" = None
 
     def answer(self, effort: "Effort", progress: "Progress | None" = None) -> "StagesAnswer":
-        """The answer, which rests on no interpolation."""
+        """The answer, whose batch is estimated, not interpolated."""
         from protrain_plan.planning.stages.answer import plan_stages, planned_again
 
         answer = plan_stages(self.question, effort=effort, progress=progress)
@@ -69,7 +69,7 @@ class Staged:
 
     @property
     def between(self) -> list[int]:
-        """Batches whose profiles are no estimates."""
+        """Batches whose profiles are interpolated."""
         return sorted(self.question.profiles)[1:-1]
 
     @property
@@ -80,10 +80,8 @@ class Staged:
         asked = self.question
         size, profile = min(asked.profiles.items())
         many = max(1, asked.global_batch // (size * asked.settings.group.num_devices))
-        settings = replace(asked.settings, micro_batches=many)
-        return Question(
-            profile=profile, budgets=asked.budgets, settings=settings, allow=asked.allow
-        )
+        settings, budgets = replace(asked.settings, micro_batches=many), asked.budgets
+        return Question(profile=profile, budgets=budgets, settings=settings, allow=asked.allow)
 
     @property
     def others(self) -> "tuple[Question, ...]":
@@ -94,18 +92,18 @@ class Staged:
         )
 
     def about(self, found: "Answer") -> "Question":
-        """The question that an answer is for: with its micro-batches, on the devices of a stage."""
+        """The question of an answer: with its micro-batches, on the devices of a stage."""
         if found.solved is None:
             return self.base
-        plan = found.solved.plan
-        size = plan.workload.batch_size
-        estimate = self.estimate if size in self.between else None
-        profile = estimate(size) if estimate else self.question.profiles[size]
-        return replace(self.base, profile=profile, settings=plan.settings)
+        size, profile = found.solved.plan.workload.batch_size, None
+        if self.estimate and size in self.between:
+            profile = self.estimate(size)
+        profile, settings = profile or self.question.profiles[size], found.solved.plan.settings
+        return replace(self.base, profile=profile, settings=settings)
 
 
 def staged_answer(kept: "AnswerCache", asked: Staged) -> "Answer":
-    """The answer about stages, cached or computed, in this process or in another one."""
+    """The answer about stages, cached or computed, in any process."""
     base = asked.base
     found = kept.answer(base, "stages", asked.question)
     if found is not None:
@@ -120,16 +118,15 @@ def staged_answer(kept: "AnswerCache", asked: Staged) -> "Answer":
     if (best := answer.best) is None:
         found = fit(base, effort=Effort())
     else:
-        gap = answer.gap or 0.0
         solved = Solved(
             plan=best.plan(answer.lower_bound_seconds),
             status="feasible",
-            gap=gap,
+            gap=answer.gap or 0.0,
             stall_seconds=max(best.run.idle) * best.step_seconds,
             solve_seconds=0.0,
             solver=STAGES,
         )
-        words = f"{best.shape}; {answer.worth} (gap {gap:.1%})"
+        words = f"{best.shape}; {answer.worth} (gap {solved.gap:.1%})"
         needed = plain_bytes(base.problem())
         found = Answer(question=base, solved=solved, bottleneck=words, plain_bytes=needed)
     kept.keep(found, "stages", asked.question)
@@ -141,11 +138,8 @@ def refuse_without_global_batch(
 ) -> None:
     """Raise ProtrainError without a global batch, or with another batch size as well."""
     if global_batch is None:
-        raise ProtrainError(
-            "a pipeline divides the sequences of an update into micro-batches",
-            key="--stages",
-            fix="give their number: --global-batch 128",
-        )
+        problem = "a pipeline divides the sequences of an update into micro-batches"
+        raise ProtrainError(problem, key="--stages", fix="give their number: --global-batch 128")
     refuse_batches(global_batch, batch_size, micro_batches)
 
 
@@ -160,17 +154,14 @@ def about_stages(
 ) -> Staged:
     """The question about stages on the devices of `settings`, each with budgets of its own.
 
-    ProtrainError for settings that are not looked at.
+    Raises ProtrainError for settings that stages do not have.
     """
     from protrain_plan.planning.stages.answer import StagesQuestion
     from protrain_runtime.contract.records.plan import DISK_GAIN
 
     if settings.disk_gain != DISK_GAIN:
-        raise ProtrainError(
-            "stages use the disk only where no plan fits without it",
-            key="--disk-gain",
-            fix="leave it out, or --stages",
-        )
+        problem = "stages use the disk only where no plan fits without it"
+        raise ProtrainError(problem, key="--disk-gain", fix="leave it out, or --stages")
     question = StagesQuestion(
         profiles=profiles,
         budgets=budgets.of(next(iter(profiles.values())), settings.group),
@@ -185,7 +176,7 @@ def about_stages(
 def plan_in_stages(
     asked: Staged, explain: bool, output: Path, beside: Path | None, *, as_json: bool
 ) -> None:
-    """Answer `plan --stages`, and write the plan; an estimated profile is written to `beside`."""
+    """Answer `plan --stages`, and write the plan, and an estimated profile to `beside`."""
     from protrain_plan.planning.questions.answers import Objective
     from protrain_plan.planning.questions.objectives import ask
     from protrain_plan.planning.search.improving import Effort
@@ -207,11 +198,8 @@ def plan_in_stages(
             write_profile(answer.best.pipeline.profile, beside)
         write_plan(plan, output)
         written = [output] if beside is None else [output, beside]
-    print_result(
-        as_json,
-        stages_json(answer, assumed, of_one),
-        lambda: stages_text(answer, assumed, written, of_one),
-    )
+    data = stages_json(answer, assumed, of_one)
+    print_result(as_json, data, lambda: stages_text(answer, assumed, written, of_one))
     if answer.best is None:
         raise typer.Exit(3)
 
@@ -226,8 +214,8 @@ def _estimate(
     """The profile of a batch of this size on a machine, from the estimate for a listed one."""
     from protrain_plan.commands.measuring import estimated
 
-    made = estimated([request.sized(size)], [listed], lambda *_: None, cache, jobs=1)
-    return replace(made[0][0], hardware=machine)
+    [[made]] = estimated([request.sized(size)], [listed], lambda *_: None, cache, jobs=1)
+    return replace(made, hardware=machine)
 
 
 def staged_on(
@@ -235,7 +223,7 @@ def staged_on(
 ) -> "Iterator[Staged]":
     """Yield the questions about a row on the devices of each offer.
 
-    The first and the last batch are estimated; profiles of others are interpolated.
+    The first and the last batch are estimated; others are interpolated.
     """
     from protrain_plan.commands.measuring import estimated
     from protrain_plan.planning.questions.growth import between
@@ -254,12 +242,8 @@ def staged_on(
     }
     for offer in cells.offers:
         number, machine = listed.index(offer.listed), offer.machine
-        yield about_stages(
-            {size: replace(found[number], hardware=machine) for size, found in by_size.items()},
-            cells.budgets,
-            replace(row.step, group=offer.group),
-            cells.global_batch,
-            cells.stages or (),
-            request.allow,
-            partial(_estimate, request, offer.listed, machine, cache),
-        )
+        profiles = {n: replace(found[number], hardware=machine) for n, found in by_size.items()}
+        settings = replace(row.step, group=offer.group)
+        asked = (cells.budgets, settings, cells.global_batch, cells.stages or (), request.allow)
+        estimate = partial(_estimate, request, offer.listed, machine, cache)
+        yield about_stages(profiles, *asked, estimate)

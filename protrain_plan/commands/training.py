@@ -1,6 +1,6 @@
 """`train`: run a profiled model on real text, plainly or under a plan, and measure the run.
 
-The optimizer is the one whose states the profile counted.
+The optimizer is the profile's.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from protrain_plan.models.batches import Batch, byte_tokens, call_model, loss_of
 from protrain_plan.models.building import kernels
 from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
+from protrain_plan.presentation.terminal import fields_of
 from protrain_plan.profiling.compiling import compilation_since, compiled_so_far, compiled_whole
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
@@ -55,15 +56,15 @@ if TYPE_CHECKING:
     from protrain_plan.commands.run import RunOptions
 
 CLIP_NORM = 1.0
-"""Norm that gradients are clipped to, under plans that leave room for it."""
+"""Norm that gradients are clipped to under plans with updates after backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run's results. Peaks are None where the run was too short to measure them.
+    """A run's results. Peaks are None if the run was too short to measure them.
 
     `first_step` is the number of steps that were done when it resumed. `measured_peak_bytes.device`
-    counts tensors, in the last step; `.context` is the most that the process held besides them
+    counts tensors in the last step; `.context` is the maximum that the process held besides them
     (CPU), at the starts of slots in that step; `slot_bytes` are the device's peaks in every slot of
     a planned run's last step, and in the update after them.
     """
@@ -74,7 +75,7 @@ class Run:
     parameters_sha256: str
     measured_peak_bytes: TierBytes | None
     slot_bytes: tuple[int, ...]
-    recording: Recording | None = None  # of the last step that was timed, where it was asked for
+    recording: Recording | None = None  # of the last timed step, if wanted
     compilation: Compilation | None = None  # by PyTorch's compiler, in all steps
 
     @property
@@ -95,43 +96,37 @@ def train(
 ) -> Run:
     """Build the plan's model and train it until all steps are done; `plain`: plain PyTorch.
 
-    A resumed run computes what an unbroken one would have. The loss of a step is the mean of the
-    plan's micro-batches; where the plan updates after backward, gradients are clipped to CLIP_NORM.
-    `profile` finds the plan's profile, to say what was planned when memory runs out. A recorded run
-    has times of the last step but one, and bytes of the last. With several devices this is rank
-    `rank`, and `plain` is DistributedDataParallel. A run that is `compared` has no checkpoints, and
-    no bytes are counted; a plain one then updates the plan's host-updated parameters on the host.
-    Raises ProtrainError if the model cannot be built, the plan is for another model, memory runs
-    out, or a checkpoint cannot be read or written.
+    A resumed run computes the same as an unbroken one. The loss of a step is the mean of the plan's
+    micro-batches; if the plan updates after backward, gradients are clipped to CLIP_NORM. `profile`
+    finds the plan's profile, for messages when memory runs out. A recorded run has times of the
+    last step but one, and bytes of the last. With several devices this is rank `rank`, and `plain`
+    is DistributedDataParallel. A run that is `compared` has no checkpoints, and no bytes are
+    counted; a plain one then updates the plan's host-updated parameters on the host. Raises
+    ProtrainError if the model cannot be built, the plan is for another model, memory runs out, or a
+    checkpoint cannot be read or written.
     """
-    workload, weights = plan.workload, options.weights
-    report(f"{_kind(plain)}: preparing", 0.0)
+    workload, weights, group = plan.workload, options.weights, plan.group
+    report(f"{'plain' if plain else 'planned'}: preparing", 0.0)
     # All ranks have what rank 0 saves.
     save_to = None if compared or (plain and rank > 0) else options.save
-    if save_to is not None and rank == 0:  # only one may look at a time
+    if save_to is not None and rank == 0:  # ranks may not look at the same time
         check_writable(save_to)
     source = load_source(workload.model, model_config=workload.model_config)
     factory = optimizer_factory(plan.optimizer)  # refuse a wrong name at once
     device = devices.found(options.device or workload.device)
     if device.type != workload.device:
-        raise ProtrainError(
-            f"the plan is for a device of type '{workload.device}', and '{device}' is none",
-            key="--device",
-            fix="profile and plan for that device",
-        )
-    with (
-        devices.current(device),
-        kernels(deterministic=workload.deterministic)
-        if is_accelerator(device.type)
-        else nullcontext(),
-        explained_exhaustion(
-            fix="plan this workload for the available memory, and run the plan"
-            if plain
-            else "plan with a smaller --device-memory than the limit, and run that plan"
-        ),
-    ):
+        problem = f"the plan is for a device of type '{workload.device}', and '{device}' is none"
+        raise ProtrainError(problem, key="--device", fix="profile and plan for that device")
+    fix = "plan with a smaller --device-memory than the limit, and run that plan"
+    if plain:
+        fix = "plan this workload for the available memory, and run the plan"
+    with ExitStack() as running:
+        running.enter_context(devices.current(device))
+        if is_accelerator(device.type):
+            running.enter_context(kernels(deterministic=workload.deterministic))
+        running.enter_context(explained_exhaustion(fix=fix))
         build = partial(source.build, workload)
-        several = plain and plan.group.num_devices > 1
+        several = plain and group.num_devices > 1
         optimizer: torch.optim.Optimizer
         if plain:
             model, optimizer = _plainly(plan, build, device, weights, compared=compared)
@@ -147,11 +142,11 @@ def train(
                 check=options.asked,
                 watch=False,  # the last step is measured
             )
-        # Those of the rank, out of all that so many steps need.
-        many = plan.group.num_devices
+        # The rank's batches, out of the needed batches of all ranks.
         batches = source.batches(workload, text=options.text, device=device)
-        needed = options.steps * plan.settings.micro_batches * many
-        batches = islice(_enough(batches, needed, source=workload.model), rank, None, many)
+        needed = options.steps * plan.settings.micro_batches * group.num_devices
+        batches = _enough(batches, needed, source=workload.model)
+        batches = islice(batches, rank, None, group.num_devices)
         torch.manual_seed(workload.seed + rank)  # of dropout
         trainer = _Trainer(
             plan=plan,
@@ -164,10 +159,9 @@ def train(
             plain=plain,
             compared=compared,
         )
-        with (
-            compiled_whole() if several and workload.compile else nullcontext(),
-            explain_memory(model, profile),
-        ):
+        if several and workload.compile:
+            running.enter_context(compiled_whole())
+        with explain_memory(model, profile):
             return trainer.run(batches, report)
 
 
@@ -179,10 +173,12 @@ def _plainly(
     *,
     compared: bool,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and optimizer of ordinary PyTorch, whole on the device."""
-    with nullcontext() if weights is None else without_parameters():
+    """The model and optimizer of plain PyTorch, whole on the device."""
+    if weights is None:
         model = build(device=device)
-    if weights is not None:  # the values of a planned model that it is compared with
+    else:  # the values of a planned model that it is compared with
+        with without_parameters():
+            model = build(device=device)
         absent = absent_parameters(model)
         pack_absent(model)
         give_places(model, device, set())
@@ -199,7 +195,7 @@ def _plainly(
 def _to_prepare(
     plan: Plan, build: Callable[..., nn.Module], device: torch.device, weights: Path | None
 ) -> nn.Module | Callable[[], nn.Module]:
-    """The model, or, where its values come from files or it would take much room, its maker."""
+    """The model; its maker if its values come from files or it would take much room."""
     if weights is not None:
         return partial(build, device=device)
     # A process's limit may be the plan's peak, which has no room for a whole model.
@@ -216,11 +212,10 @@ def _to_prepare(
 
 
 def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[Batch]:
-    """So many batches; ProtrainError behind the last one where there are fewer."""
+    """Yield `needed` batches; ProtrainError after the last one if there are fewer."""
     number = 0
-    for batch in islice(batches, needed):
+    for number, batch in enumerate(islice(batches, needed), 1):  # noqa: B007 (counts them)
         yield batch
-        number += 1
     if number < needed:
         raise ProtrainError(
             f"the factory returned {number} batches, but training needs {needed}",
@@ -231,28 +226,24 @@ def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[B
 
 
 def _training(plan: Plan, text: Path | None) -> dict[str, object]:
-    """Return what a run computes, however it is planned: it has to be a checkpoint's own."""
+    """Facts about the computation, under any plan, that a run and its checkpoint share."""
     names = (
         *("model", "model_config", "adapter", "quantize", "compile", "dtype", "precision"),
         *("batch_size", "seq_len", "seed"),
     )
-    found = {name: getattr(plan.workload, name) for name in names}
-    found |= {"optimizer": plan.optimizer, "updates": plan.settings.updates}
-    found |= {"micro_batches": plan.settings.micro_batches, "num_devices": plan.group.num_devices}
+    found: dict[str, object] = {name: getattr(plan.workload, name) for name in names}
+    found |= fields_of(plan, "optimizer") | fields_of(plan.settings, "updates", "micro_batches")
+    found |= fields_of(plan.group, "num_devices")
     found["text"] = "" if text is None else hashlib.sha256(byte_tokens(text)).hexdigest()
     left_out = {"quantize": "", "compile": "", "num_devices": 1}  # keys that came later
     return {name: value for name, value in found.items() if value != left_out.get(name)}
-
-
-def _kind(plain: bool) -> str:
-    return "plain" if plain else "planned"
 
 
 @dataclass(kw_only=True)
 class _Trainer:
     plan: Plan
     model: nn.Module
-    call: nn.Module  # the model, or what runs it on several devices
+    call: nn.Module  # the model, or its wrapper on several devices
     optimizer: torch.optim.Optimizer
     options: "RunOptions"
     save_to: Path | None
@@ -273,7 +264,7 @@ class _Trainer:
         for step in range(first, num_steps):
             micro_batches = list(islice(batches, self.plan.settings.micro_batches))
             if not self.compared and first < step == num_steps - 1:
-                # The last one: what a memory meter leaves behind would count in steps after it.
+                # Only the last one: remains of a memory meter would count in steps after it.
                 self._measured_step(micro_batches)
             else:
                 with ExitStack() as recorded:
@@ -283,8 +274,9 @@ class _Trainer:
                     self._step(micro_batches)
                     self.seconds.append(time.perf_counter() - start)
             done = step + 1
-            said = f"step {done} of {num_steps}, loss {self.losses[-1]:.4f}"
-            report(f"{_kind(self.plain)}: {said}", done / num_steps)
+            kind = "plain" if self.plain else "planned"
+            said = f"{kind}: step {done} of {num_steps}, loss {self.losses[-1]:.4f}"
+            report(said, done / num_steps)
             is_due = done == num_steps or (every is not None and done % every == 0)
             if self.save_to is not None and is_due:
                 extra = {"step": done, "training": self.training}
@@ -301,34 +293,27 @@ class _Trainer:
         )
 
     def _resume(self, batches: Iterator[Batch]) -> int:
-        """Go to where the checkpoint was written; the number of steps that were done then."""
+        """Continue from the checkpoint; returns the number of steps that it has done."""
         directory, num_steps = self.options.resume, self.options.steps
         if directory is None or self.compared:
             return 0
-        extra = read_extra(directory)
+        extra, source = read_extra(directory), str(directory)
         done, training = extra.get("step"), extra.get("training")
         if not isinstance(done, int) or not isinstance(training, dict):
-            raise ProtrainError(
-                "the checkpoint was not written by protrain run",
-                source=str(directory),
-                fix="load it in the script that wrote it, with protrain_runtime.load",
-            )
-        differing = [key for key, value in self.training.items() if training.get(key) != value]
-        if differing:
-            raise ProtrainError(
-                f"the checkpoint is from a different training run: {', '.join(differing)} differ",
-                source=str(directory),
-                fix="resume it with a plan for the same training, and the same --text",
-            )
+            problem = "the checkpoint was not written by protrain run"
+            fix = "load it in the script that wrote it, with protrain_runtime.load"
+            raise ProtrainError(problem, source=source, fix=fix)
+        if keys := [key for key, value in self.training.items() if training.get(key) != value]:
+            problem = f"the checkpoint is from a different training run: {', '.join(keys)} differ"
+            fix = "resume it with a plan for the same training, and the same --text"
+            raise ProtrainError(problem, source=source, fix=fix)
         if done >= num_steps:
-            raise ProtrainError(
-                f"the checkpoint has {done} steps done: none of {num_steps} are left",
-                source=str(directory),
-                fix="--steps counts from the first step: use a larger number",
-            )
+            problem = f"the checkpoint has {done} steps done: none of {num_steps} are left"
+            fix = "--steps counts from the first step: use a larger number"
+            raise ProtrainError(problem, source=source, fix=fix)
         for _ in islice(batches, done * self.plan.settings.micro_batches):
-            pass  # what was trained on
-        load(self.model, self.optimizer, directory)  # random states too: last
+            pass  # batches of the steps before
+        load(self.model, self.optimizer, directory)  # random states, too: last
         return done
 
     def _step(self, micro_batches: Sequence[Batch], observe: Observer | None = None) -> None:
@@ -348,15 +333,15 @@ class _Trainer:
         self.losses.append(total)
 
     def _measured_step(self, micro_batches: Sequence[Batch]) -> None:
-        # A loop loads one batch after the other; here all are there, since a meter does not see
-        # the end of what was there before it.
+        # A loop loads one batch after the other; here all are loaded, since a meter does not see
+        # the end of tensors from before it.
         others = storage_bytes(tensors_in(micro_batches[1:]))
 
         def step(observe: Observer) -> None:
             self._step(micro_batches, observe)
             if isinstance(self.call, DistributedDataParallel):
-                # DistributedDataParallel waits for what its collectives give, and gloo's thread
-                # still notes their end then: after the profiler has stopped, in freed memory.
+                # DistributedDataParallel waits for the results of its collectives, and gloo's
+                # thread still notes their end then: after the profiler stopped, in freed memory.
                 torch.distributed.barrier()
                 time.sleep(0.1)
 

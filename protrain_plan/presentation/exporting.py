@@ -1,17 +1,17 @@
-"""The nearest configuration of another tool, and what it cannot say.
+"""The nearest configuration of another tool, and its losses.
 
-Those tools have one switch where a plan has a decision per block. A switch is on as soon as one
-block needs it: no block then holds more of the device than was planned, and some move or compute
-more. Each list of losses says what that is.
+These tools have one switch where a plan has a decision per block. A switch is on if any block needs
+it: no block then takes more of the device than planned, but some move or compute more. The list of
+losses says so.
 
-torchtitan and Megatron have pipeline stages, and cuts between any two blocks. Formats are those of
+torchtitan and Megatron have pipeline stages, with cuts between any two blocks. Formats are those of
 torchtitan 0.3.0 (`ParallelismConfig`, `ActivationCheckpointing`) and of Megatron-LM at d98e8a64
 (`arguments.py`; `PipelineParallelLayerLayout`, the same in Megatron-Core 0.16.1). Their own parsers
 accepted the files: see docs/decisions/house.md.
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Literal
@@ -29,12 +29,12 @@ from protrain_runtime.contract.records.words import listed
 Config = dict[str, Any]
 
 Sayable = Literal["compiled blocks", "numbers of blocks", "replicas", "shares of states"]
-"""Decisions that some of the tools can say, and others lose."""
+"""Decisions that only some of the tools can express."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A configuration file and what of the plan is lost in it, a sentence each."""
+    """A configuration file, and a sentence for each thing that it loses of the plan."""
 
     file_name: str
     text: str
@@ -45,62 +45,55 @@ class Exported:
 class Switches:
     """A plan's decisions as the few switches that the tools have."""
 
-    shard_states: bool  # of several devices: some unit's, on them or below
+    shard_states: bool  # on several devices: some unit's, on them or below
     offload_states: bool
     states_on_disk: bool
     fetch_twice: bool  # some unit's parameters, for forward and again for backward
     recompute: bool  # some block computes its forward again
-    swap: bool  # some block moves its input, or what autograd saved, off the device
+    swap: bool  # some block moves its input or saved tensors off the device
     clip: bool  # updates wait for the norm of all gradients
 
     @staticmethod
     def of(plan: Plan) -> "Switches":
         moved = [unit.states for unit in plan.units if not unit.states.is_persistent]
-        held = [states for states in moved if states.keep_gathered]
-        decided = [unit.activations for unit in plan.units]
+        held = sum(states.keep_gathered for states in moved)
         return Switches(
             shard_states=plan.group.num_devices > 1 and bool(moved),
             offload_states=any(states.tier != "device" for states in moved),
             states_on_disk=any(states.uses_disk for states in moved),
-            fetch_twice=plan.group.num_devices == 1 or len(held) < len(plan.units),
-            recompute=any(one.recomputes for one in decided),
-            swap=any(one.tier for one in decided),
+            fetch_twice=plan.group.num_devices == 1 or held < len(plan.units),
+            recompute=any(unit.activations.recomputes for unit in plan.units),
+            swap=any(unit.activations.tier for unit in plan.units),
             clip=plan.settings.updates == "after backward",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exporter:
-    """A tool: its file, what makes the configuration with its losses, and what writes it down."""
+    """A tool: its file, the maker of its configuration with losses, and the writer of the text."""
 
     file_name: str
     make: Callable[[Plan, Switches], tuple[Config, list[str]]]
     write: Callable[[Config], str] = lambda config: yaml.safe_dump(config, sort_keys=False)
-    has_stages: bool = False  # then it makes the model itself, without adapters
-    norm: str = ""  # the key of the norm that gradients are clipped to
+    has_stages: bool = False  # such a tool makes the model itself, without adapters
+    norm: str = ""  # key of the norm that gradients are clipped to
 
 
 def export(plan: Plan, tool: str) -> Exported:
-    """The configuration of a tool of `EXPORTERS` that comes nearest to the plan.
+    """The configuration of a tool of `EXPORTERS` that is nearest to the plan.
 
-    ProtrainError where the plan has stages or adapters, and the tool has none.
+    Raises ProtrainError if the plan has stages or adapters, and the tool has none.
     """
     exporter = EXPORTERS[tool]
+    others = [name for name, one in EXPORTERS.items() if one.has_stages != exporter.has_stages]
+    fix = f"export it to {listed(others, 'or')}"
     if plan.workload.adapter and exporter.has_stages:
-        adapting = [name for name, one in EXPORTERS.items() if not one.has_stages]
         packed = f" over {plan.workload.quantize} weights" if plan.workload.quantize else ""
-        raise ProtrainError(
-            f"the plan trains adapters{packed}, and {tool} would train all of the model",
-            key="--to",
-            fix=None if plan.pipeline else f"export it to {listed(adapting, 'or')}",
-        )
+        problem = f"the plan trains adapters{packed}, and {tool} would train all of the model"
+        raise ProtrainError(problem, key="--to", fix=None if plan.pipeline else fix)
     if plan.pipeline is not None and not exporter.has_stages:
-        able = listed([name for name, one in EXPORTERS.items() if one.has_stages], "or")
-        raise ProtrainError(
-            f"the plan has {plan.num_stages} pipeline stages, and {tool} has none",
-            key="--to",
-            fix=f"export it to {able}",
-        )
+        problem = f"the plan has {plan.num_stages} pipeline stages, and {tool} has none"
+        raise ProtrainError(problem, key="--to", fix=fix)
     config, losses = exporter.make(plan, switches := Switches.of(plan))
     if exporter.norm:
         losses.append(
@@ -149,11 +142,10 @@ def _trl(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "max_grad_norm": 1.0 if switches.clip else 0.0,
     }
     losses = _common_losses(plan, switches)
-    if switches.offload_states:
-        losses.append(
-            "Offloaded states cannot be expressed here: launch with accelerate and the file of"
-            " protrain export --to fsdp2."
-        )
+    losses += switches.offload_states * [
+        "Offloaded states cannot be expressed here: launch with accelerate and the file of"
+        " protrain export --to fsdp2."
+    ]
     return config, losses
 
 
@@ -171,12 +163,17 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         "fsdp_reshard_after_forward": "always" if switches.fetch_twice else "never",
     }
     if pipeline:
-        plain = pipeline.schedule == "1F1B"
+        plain, blocks = pipeline.schedule == "1F1B", enumerate(_all_blocks(plan))
+        modules = {unit.name: [f"layers.{number}"] for number, unit in blocks}
+        modules[plan.units[0].name] = ["tok_embeddings"]
+        modules[plan.units[-1].name] = ["norm", "lm_head"]
         parallelism |= {
             # With one part a rank, the interleaved schedule is eager 1F1B.
             "pipeline_parallel_schedule": "1F1B" if plain else "Interleaved1F1B",
             "pipeline_parallel_microbatch_size": workload.batch_size,
-            "module_fqns_per_model_part": [_torchtitan_names(plan, part) for part in _parts(plan)],
+            "module_fqns_per_model_part": [
+                [name for unit in part for name in modules[unit.name]] for part in _parts(plan)
+            ],
         }
     config: Config = {
         "model": _TORCHTITAN_MODELS.get(workload.model, ("llama3", "llama3_debugmodel")),
@@ -200,12 +197,13 @@ def _torchtitan(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
         losses.append(
             "The file builds on llama3_debugmodel: name the configuration of your model there."
         )
-    if pipeline and pipeline.layout == "stages within nodes":
-        losses.append("Each stage would have devices in every node: here its ranks are neighbours.")
     if pipeline:
-        losses.append(
-            "PyTorch receives each micro-batch in a buffer of its own: peaks do not count them."
-        )
+        within = pipeline.layout == "stages within nodes"
+        losses += [
+            *["Each stage would have devices in every node: here its ranks are neighbours."]
+            * within,
+            "PyTorch receives each micro-batch in a buffer of its own: peaks do not count them.",
+        ]
     if workload.dtype == "float16":
         losses.append("float16 cannot be expressed: bfloat16 takes its place.")
     if workload.precision == "master":
@@ -230,29 +228,23 @@ def _torchtitan_text(config: Config) -> str:
     """A Python module: `--module torchtitan_plan --config planned`."""
     module, model = config["model"]
     full = config["activation_checkpoint"] == "full"
-    imported = ["from torchtitan.distributed.activation_checkpoint import FullAC"] * full
+    imported = "from torchtitan.distributed.activation_checkpoint import FullAC\n" * full
     assigned = [
-        f"    config.{section}.{field} = {_literal(value)}"
+        f"    config.{section}.{field} = {_literal(value)}\n"
         for section in ("training", "parallelism", "compile")
         for field, value in config[section].items()
     ]
-    return "\n".join(
-        [
-            '"""torchrun -m torchtitan.train --module torchtitan_plan --config planned"""',
-            "",
-            *imported,
-            f"from torchtitan.models.{module}.config_registry import {model} as model",
-            "from torchtitan.trainer import Trainer",
-            "",
-            "",
-            "def planned() -> Trainer.Config:",
-            "    config = model()",
-            *assigned,
-            f"    config.activation_checkpoint = {'FullAC.Config()' if full else None}",
-            "    return config",
-            "",
-        ]
-    )
+    return f'''"""torchrun -m torchtitan.train --module torchtitan_plan --config planned"""
+
+{imported}from torchtitan.models.{module}.config_registry import {model} as model
+from torchtitan.trainer import Trainer
+
+
+def planned() -> Trainer.Config:
+    config = model()
+{"".join(assigned)}    config.activation_checkpoint = {"FullAC.Config()" if full else None}
+    return config
+'''
 
 
 def _literal(value: object) -> str:
@@ -264,18 +256,6 @@ def _literal(value: object) -> str:
     return 'float("inf")' if value == float("inf") else repr(value)
 
 
-def _torchtitan_names(plan: Plan, part: Sequence[UnitPlan]) -> list[str]:
-    """The modules of a part of the model: blocks are `layers.N`, whatever they are called here."""
-    numbers = {unit.name: number for number, unit in enumerate(_all_blocks(plan))}
-    names: list[str] = []
-    for unit in part:
-        if unit.name in numbers:
-            names.append(f"layers.{numbers[unit.name]}")
-        else:
-            names += ["tok_embeddings"] if unit == plan.units[0] else ["norm", "lm_head"]
-    return names
-
-
 def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     """Arguments of Megatron-LM's scripts."""
     group, pipeline, workload = plan.group, plan.pipeline, plan.workload
@@ -285,8 +265,8 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     selective = bool(forms) and forms <= {"lite", "mlp"}
     again = max(sum(map(_recomputes, part)) for part in _parts(plan))
     # torch's FSDP2 has neither stages nor replicas there, and offloads nothing.
-    alone = pipeline is None and not switches.offload_states and group.num_replicas == 1
-    whole = switches.shard_states and alone and not tied and workload.dtype != "float16"
+    able = pipeline is None and not switches.offload_states and group.num_replicas == 1
+    whole = switches.shard_states and able and not tied and workload.dtype != "float16"
     config: Config = {
         "num-layers": sum(unit.kind == "block" for unit in plan.units),
         "seq-length": workload.seq_len,
@@ -299,9 +279,12 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
     }
     if pipeline:
         shape = shape_of(plan)
+        # Layers of every stage, spelled out for shells. E: embedding, t: block, L: loss.
+        letters = {plan.units[0].name: "E"} | {unit.name: "t" for unit in _all_blocks(plan)}
+        layout = ["".join(letters.get(unit.name, "L") for unit in part) for part in _parts(plan)]
         config |= {
             "pipeline-model-parallel-size": shape.stages,
-            "pipeline-model-parallel-layout": _megatron_layout(plan),
+            "pipeline-model-parallel-layout": "|".join(layout),
             "use-tp-pp-dp-mapping": pipeline.layout == "stages within nodes",
         }
         if shape.chunks > 1:
@@ -331,29 +314,23 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
             "optimizer-offload-fraction": _offloaded(plan),
             "use-precision-aware-optimizer": True,
         }
-    losses = _common_losses(
-        plan, switches, said=("numbers of blocks", "replicas", "shares of states")
-    )
-    losses += _stage_losses(plan, switches)
+    said: list[Sayable] = ["numbers of blocks", "replicas", "shares of states"]
+    losses = _common_losses(plan, switches, said=said) + _stage_losses(plan, switches)
     if pipeline and pipeline.schedule == "eager 1F1B":
         losses.append("Eager 1F1B cannot be expressed: here it is 1F1B, which waits for hops.")
     if selective:
         losses.append("Here every block recomputes its MLP and its norms, and nothing else.")
     elif again:
         where = "each stage" if pipeline else "the model"
-        where = "each chunk" if pipeline and pipeline.chunks > 1 else where
+        where = f"{again} of " + ("each chunk" if pipeline and pipeline.chunks > 1 else where)
         losses.append(
-            "Which blocks recompute cannot be expressed: here the first"
-            f" {again} of {where} do, whole."
+            f"Which blocks recompute cannot be expressed: here the first {where} do, whole."
         )
+    alone = "here: optimizer states alone"
     if switches.shard_states and group.num_shards > 1 and not whole:
-        losses.append(
-            "Parameters and gradients cannot be sharded here: optimizer states alone are."
-        )
+        losses.append(f"Parameters and gradients cannot be sharded {alone} are.")
     if switches.offload_states:
-        losses.append(
-            "Parameters and gradients cannot leave the device here: optimizer states alone do."
-        )
+        losses.append(f"Parameters and gradients cannot leave the device {alone} do.")
     if workload.dtype != "float32" and workload.precision != "master":
         losses.append(
             f"Here parameters are {workload.dtype}, with float32 copies in the optimizer: other"
@@ -365,24 +342,12 @@ def _megatron(plan: Plan, switches: Switches) -> tuple[Config, list[str]]:
 
 def _megatron_text(config: Config) -> str:
     """Arguments a line each: `pretrain_gpt.py $(cat megatron.args)`."""
-    lines: list[str] = []
-    for name, value in config.items():
-        match value:
-            case False:
-                pass
-            case True:
-                lines.append(f"--{name}")
-            case list():
-                lines.append(f"--{name} {' '.join(value)}")
-            case _:
-                lines.append(f"--{name} {value}")
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _megatron_layout(plan: Plan) -> str:
-    """Every stage's layers (E: embedding, t: block, L: loss), spelled out for shells."""
-    letters = {plan.units[0].name: "E"} | {unit.name: "t" for unit in _all_blocks(plan)}
-    return "|".join("".join(letters.get(unit.name, "L") for unit in one) for one in _parts(plan))
+    words = {
+        name: value if isinstance(value, list) else [] if value is True else [str(value)]
+        for name, value in config.items()
+        if value is not False
+    }
+    return "".join(f"{' '.join([f'--{name}', *values])}\n" for name, values in words.items())
 
 
 def _offloaded(plan: Plan) -> float:
@@ -410,23 +375,22 @@ def _stages(plan: Plan) -> list[tuple[UnitPlan, ...]]:
 
 
 def _parts(plan: Plan) -> list[tuple[UnitPlan, ...]]:
-    """Units of each chunk, in the model's order: chunk k of stage s is part k p + s of p stages."""
+    """Units of each chunk in the model's order: chunk k of stage s is part k p + s of p stages."""
     runs = sorted(run for stage in range(plan.num_stages) for run in plan.runs(stage))
     return [plan.units[first:end] for first, end in runs]
 
 
 def _all_blocks(plan: Plan) -> list[UnitPlan]:
-    """All blocks; ProtrainError where they are not between an embedding and a head."""
+    """All blocks; ProtrainError if they are not between an embedding and a head."""
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     if blocks != list(plan.units[1:-1]):
-        raise ProtrainError(
-            "the tool splits only models of an embedding, blocks and a head", key="--to"
-        )
+        problem = "the tool splits only models of an embedding, blocks and a head"
+        raise ProtrainError(problem, key="--to")
     return blocks
 
 
 def _recomputes(unit: UnitPlan) -> bool:
-    """Whether a block's forward is done again where nothing can be swapped."""
+    """Return whether a block's forward runs again in a tool that swaps nothing."""
     return unit.kind == "block" and bool(unit.activations.tier or unit.activations.recomputes)
 
 
@@ -470,54 +434,47 @@ EXPORTERS: dict[str, Exporter] = {
 
 
 def _common_losses(plan: Plan, switches: Switches, *, said: Collection[Sayable] = ()) -> list[str]:
-    """Sentences on what a tool that can say `said` cannot say, and what is the script's."""
-    losses: list[str] = []
-    if plan.workload.adapter:
-        losses.append(
-            f"The adapter (--lora {option_of(plan.workload.adapter)}) is set by the script."
-        )
-    if plan.workload.quantize:
-        losses.append(f"Quantised weights ({plan.workload.quantize}) are set by the script.")
-    if plan.workload.compile and "compiled blocks" not in said:
+    """Sentences about losses of a tool that can express `said`, and about settings of scripts."""
+    workload, losses = plan.workload, list[str]()
+    if workload.adapter:
+        losses.append(f"The adapter (--lora {option_of(workload.adapter)}) is set by the script.")
+    if workload.quantize:
+        losses.append(f"Quantised weights ({workload.quantize}) are set by the script.")
+    if workload.compile and "compiled blocks" not in said:
         losses.append("Compile the blocks in the script, each by itself.")
     if plan.optimizer != "adamw":
         losses.append(f"The optimizer ({plan.optimizer}) is set by the script.")
     blocks = [unit for unit in plan.units if unit.kind == "block"]
     stay = sum(unit.states.is_persistent for unit in blocks)
-    if "shares of states" in said:
-        pass
-    elif switches.offload_states and stay:
-        losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
-    elif switches.shard_states and stay:
-        losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
     states = [unit.states for unit in blocks]
-    in_backward = states.count(OPTIMIZER_IN_BACKWARD)
-    on_device = sum(one.update_on_device for one in states)
-    ahead = sum(one.speculate for one in states)
-    for count, words in (
-        (in_backward, "in backward: here gradients stand until the step"),
-        (on_device, "on the device: here the host updates them"),
-        (ahead, "before the norm is known: here all updates wait"),
-    ):
+    has_shares, counted = "shares of states" in said, "numbers of blocks" in said
+    if switches.offload_states and stay and not has_shares:
+        losses.append(f"{_blocks(stay)} would keep their states on the device: all are offloaded.")
+    elif switches.shard_states and stay and not has_shares:
+        losses.append(f"{_blocks(stay)} would have their states on every device: all are sharded.")
+    updated = {
+        "in backward: here gradients stand until the step": states.count(OPTIMIZER_IN_BACKWARD),
+        "on the device: here the host updates them": sum(one.update_on_device for one in states),
+        "before the norm is known: here all updates wait": sum(one.speculate for one in states),
+    }
+    for words, count in updated.items():
         losses += [f"{_blocks(count)} would be updated {words}."] * (count > 0)
-    if plan.whole.num_devices > 1:
-        nodes = f" in {plan.whole.num_nodes} nodes" if plan.whole.num_nodes > 1 else ""
-        started = f"{plan.whole.num_devices}{nodes}"
+    if (whole := plan.whole).num_devices > 1:
+        nodes = f" in {whole.num_nodes} nodes" if whole.num_nodes > 1 else ""
+        started = f"{whole.num_devices}{nodes}"
         losses.append(f"The launcher sets the number of processes: start {started}.")
     if plan.group.num_replicas > 1 and switches.shard_states and "replicas" not in said:
         losses.append("Tell the launcher or the script that shards are replicated.")
     tiers = {unit.states.tier for unit in blocks if not unit.states.is_persistent}
-    if len(tiers) > 1 and "shares of states" not in said:
+    if len(tiers) > 1 and not has_shares:
         named = {"device": "devices", "host": "host", "disk": "disk"}
         where = listed([word for tier, word in named.items() if tier in tiers], "and")
         losses.append(f"States are split between {where} in the plan: here all go one way.")
     keep = sum(not _recomputes(unit) for unit in blocks)
-    counted = "numbers of blocks" in said
     if keep and (switches.recompute or switches.swap) and not counted:
         losses.append(f"{_blocks(keep)} would keep their activations: none does here.")
-    in_part = sum(
-        unit.activations.recomputes and unit.activations.form != "full" for unit in blocks
-    )
+    decided = [unit.activations for unit in blocks]
+    in_part = sum(one.recomputes and one.form != "full" for one in decided)
     if in_part and not counted:
         losses.append(f"{_blocks(in_part)} would recompute in part: here the whole block is.")
     if any(FORMS[unit.activations.form].of == "last part" for unit in plan.units):

@@ -1,6 +1,6 @@
 """The grid of `protrain fit` and `hardware search`: a row for each cell, as JSON and as a table.
 
-The rows are plain data. The table and the page (`report/fit_page.py`) are made of them.
+Rows are plain data, from which the table and the page (`report/fit_page.py`) are made.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-# --- rows -----------------------------------------------------------------------------------------
-
-
 def row_of(one: "Tried") -> Row:
-    """Return what `--json` prints of a cell in a line."""
+    """Return the line that `--json` prints for a cell."""
     cell, fit = one.cell, one.reached
     question = fit.question if fit else cell.question
     workload, machine = question.profile.workload, question.profile.hardware
@@ -75,13 +72,14 @@ def row_of(one: "Tried") -> Row:
 
 
 def change_json(change: "Tried", base: "Answer") -> Row:
-    """The changed cell, and by how much it is faster than the answer."""
+    """The changed cell, and its speed relative to the answer."""
+    times = change.times_as_fast(base)
     return {
         **row_of(change),
         "what": change.cell.name,
         "change": change.cell.words,
-        "fits": change.times_as_fast(base) != 0,
-        "times_as_fast": change.times_as_fast(base),
+        "fits": times != 0,
+        "times_as_fast": times,
         "planned": change.reached is not None,
         "tokens_per_second": change.tokens_per_s or None,
     }
@@ -123,17 +121,14 @@ def _answer(one: "Tried", fit: "Answer") -> Row:
 
 
 def search_json(found: "Found", rows: Sequence[Row], asked: Row) -> Row:
-    """Return what `--json` prints last of a search: the answer, and all that was looked at."""
+    """Return the last line that `--json` prints for a search: the answer, and all rows."""
     best = None if found.best is None else rows[found.looked_at.index(found.best)]
     unseen = [fields_of(one, "name", "price_per_hour") for one in found.unseen]
     return {**asked, "best": best, "looked_at": rows, "not_looked_at": unseen}
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-
 class Column(NamedTuple):
-    """A column that `--columns` names: its key in rows, its head, and what it is."""
+    """A column of `--columns`: its key in rows, its head, its description and its format."""
 
     key: str
     head: str
@@ -141,7 +136,7 @@ class Column(NamedTuple):
     form: Callable[[float], str]
 
     def text(self, way: Row) -> str:
-        """Return the cell's text; `-` for what is not known."""
+        """Return the cell's text; `-` for an unknown value."""
         value = way.get(self.key)
         return "-" if value is None else self.form(value)
 
@@ -168,10 +163,10 @@ COLUMNS = {
         _amount,
     ),
 }
-"""By the names that `--columns` takes."""
+"""Columns by the names that `--columns` takes."""
 
 _SETTINGS = {"host": "host memory", "device": "device memory", "disk": "disk space"}
-"""Heads of settings that are also tiers of the table; others are their own."""
+"""Heads of settings that are also tiers of the table; other settings are their own heads."""
 
 TIGHT = (
     "barely: less room than PyTorch's allocator was seen to reserve beyond tensors, up to"
@@ -194,31 +189,31 @@ _VERDICTS = {
 
 
 def ways(row: Row) -> list[Row]:
-    """The ways to train in a cell: first the plan."""
+    """The ways to train in a cell; the first is the plan."""
     return [row | {"name": "plan", "checkpointing": False}, *row.get("alternatives", ())]
 
 
 def way_name(way: Row, name: str, checkpointed: str) -> str:
-    """Return the name of a way to train, with what is special about it."""
+    """Return the name of a way to train, with remarks."""
     name = checkpointed if way["checkpointing"] else name
     name += ", sums in shards" * (way.get("reductions") == "in every micro-batch")
     return name + ", barely" * bool(way.get("tight"))
 
 
 def gibibytes(peak: TierBytes | None) -> list[str]:
-    """Return what is taken of the device, the host and the disk."""
+    """Return the peaks on the device, the host and the disk."""
     sizes = (peak.on_device, peak.host, peak.disk) if peak else (0, 0, 0)
     return [f"{size / 2**30:.1f} GiB" if size else "-" for size in sizes]
 
 
 def batch_text(row: Row) -> str:
-    """Return micro-batches, and sequences and tokens of one: `2 of 4 x 2048`."""
+    """Return the number of micro-batches, with sequences and tokens of one: `2 of 4 x 2048`."""
     times = f"{row['micro_batches']} of " if row["micro_batches"] > 1 else ""
     return f"{times}{row['batch_size']} x {row['seq_len']}"
 
 
 def setting_text(name: str, value: Any) -> str:
-    """Return a setting's value as one types it."""
+    """Return a setting's value as an option has it."""
     if name == "link":
         named = [f" ({pcie})" for pcie, speed in PCIE.items() if speed == value]
         return f"{value / 1e9:.3g} GB/s{''.join(named)}"
@@ -232,7 +227,7 @@ def cell_text(row: Row, *, after: str = " ") -> str:
 
 
 class CellTable:
-    """A table of ways to train by cell; narrow terminals wrap words, and never cut numbers."""
+    """A table of ways to train by cell; on narrow terminals it wraps words, and cuts no numbers."""
 
     def __init__(self, heads: Sequence[str], numbers: Sequence[str]) -> None:
         self._wide = table_of(*heads, "", *numbers, words=(0, len(heads)))
@@ -250,7 +245,7 @@ class CellTable:
         yield self._narrow
 
     def add(self, heads: Sequence[str], heading: str, way: Text, numbers: Sequence[str]) -> None:
-        """Add a way to train; the first of a cell by its heads, or by one heading."""
+        """Add a way to train; the first of a cell has heads (wide) or a heading (narrow)."""
         self._wide.add_row(*heads, way, *numbers)
         if heading:
             self._narrow.add_row(heading)
@@ -260,7 +255,7 @@ class CellTable:
 def _table(
     rows: Sequence[Row], numbers: Sequence[str], cells: Callable[[Row], Sequence[str]]
 ) -> CellTable:
-    """A table of all ways in all cells, with the `cells` of each way below the heads `numbers`."""
+    """A table of all ways to train in all cells: `cells` gives a way's texts below `numbers`."""
     names = list(dict.fromkeys(name for row in rows for name in row["settings"]))
     table = CellTable(("machine", "batch", *(_SETTINGS.get(name, name) for name in names)), numbers)
     for row in rows:
@@ -292,58 +287,49 @@ def grid_text(
     more: Sequence[RenderableType] = (),
     explained: bool = False,
 ) -> RenderableType:
-    """Return what `protrain fit` prints, with `more` below; `paths` are what it wrote.
+    """Return what `protrain fit` prints, with `more` below; `paths` are the files that it wrote.
 
-    The `columns` of `--columns` are a table of their own. Below: what limits each cell, what would
-    help, and if `explained`, how far to trust the figures. Of a `search`, its answer comes first.
+    The answer of a `search` comes first. The `columns` of `--columns` are a table of their own.
+    Sentences follow on limits and helpful changes, and, if `explained`, on the figures.
     """
     every = [way for row in rows for way in ways(row)]
     disk = any(way["peak_bytes"].disk for way in every if way.get("peak_bytes"))
     tiers = ("device", "host", *["disk"] * disk)
-    offered = ("an hour", "at most") if search else ()
 
     def numbers(way: Row) -> Sequence[str]:
         tokens = way.get("tokens_per_second")
         first = [f"{tokens:,.0f}" if tokens else "-" if way["name"] == "plan" else "no"]
-        sizes = gibibytes(way.get("peak_bytes"))[: len(tiers)]
-        if offered:
+        if search:
             most = way.get("most_tokens_per_second")
             first = [f"{way['price_per_hour']:.2f}", *first, f"{most:,.0f}"]
-        return *first, *sizes
+        return *first, *gibibytes(way.get("peak_bytes"))[: len(tiers)]
 
-    parts: list[RenderableType] = []
-    if search is not None:
-        parts += [*_found_text(search, rows), ""]
-    heads = ("tokens/s", *tiers) if not offered else ("an hour", "tokens/s", "at most", *tiers)
+    heads = ("an hour", "tokens/s", "at most", *tiers) if search else ("tokens/s", *tiers)
+    parts: list[RenderableType] = [*_found_text(search, rows), ""] if search is not None else []
     parts += [_table(rows, heads, numbers), ""]
-    shown = [COLUMNS[name] for name in columns]
-    if shown:
+    if shown := [COLUMNS[name] for name in columns]:
         bill = _table(rows, [one.head for one in shown], lambda w: [one.text(w) for one in shown])
         parts += [bill, ""]
     answered = [row for row in rows if "bottleneck" in row]
     lines: list[str] = []
+    about: dict[str, list[str]] = {}
     for row in answered:
         where = f"{cell_text(row)}: " * (len(answered) > 1)
         lines += [f"{where}{line}" for line in _limits(row)]
-    about: dict[str, list[str]] = {}
-    for row in answered:
         for words in row["about"]:
             about.setdefault(words, []).append(cell_text(row))
     count = sum(row["verdict"] != "does not fit" for row in answered)
     for words, cells in about.items():
-        lines.append(
-            words if len(cells) == count > (len(answered) > 1) else f"{'; '.join(cells)}: {words}"
-        )
+        is_common = len(cells) == count > (len(answered) > 1)
+        lines.append(words if is_common else f"{'; '.join(cells)}: {words}")
     lines += notes(answered, columns) if explained else columns_text(columns)
     lines += ["--explain says more, --what-helps what other changes gain"] * (not explained)
-    parts += [*map(Text, lines), *map(wrote, paths)]
-    for row in rows:
-        parts += _helps_text(row)
-    return Group(*parts, *more)
+    helps = (line for row in rows for line in _helps_text(row))
+    return Group(*parts, *map(Text, lines), *map(wrote, paths), *helps, *more)
 
 
 def _limits(row: Row) -> list[str]:
-    """Say what limits a cell, and which change helps most."""
+    """Sentences on the limit of a cell and the change that helps most."""
     if not row.get("peak_bytes"):
         return [row["bottleneck"], f"to make it fit, {row['advice'][0]}"]
     if row["pipeline"]:
@@ -355,12 +341,12 @@ def _limits(row: Row) -> list[str]:
 
 
 def columns_text(columns: Sequence[str]) -> list[str]:
-    """Say what the columns of `--columns` are."""
+    """Descriptions of the columns of `--columns`."""
     return [f"{COLUMNS[name].head}: {COLUMNS[name].words}" for name in columns]
 
 
 def notes(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
-    """Say what words and figures of some cells mean, and how far to trust them."""
+    """Sentences on the words and figures of some cells, and their accuracy."""
     every = [way for row in rows for way in ways(row)]
     fitting = [row for row in rows if row.get("peak_bytes")]
     said = [WHOLE_SUMS] * any(
@@ -379,44 +365,42 @@ def notes(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
 
 
 def _helps_text(row: Row) -> Iterator[RenderableType]:
-    """Say what is worth most, each change by itself."""
+    """Lines on changes that help, each by itself."""
     if "what_helps" not in row:
         return
     tokens = row["tokens_per_second"]
     speed = f", {tokens:,.0f} tokens/s" if tokens else ", which does not fit"
     yield ""
     yield Text(f"what helps {cell_text(row)}{speed}, each by itself:")
-    little, unfit, named = list[str](), list[str](), list[str]()
+    others: dict[str, list[str]] = {"left out: less than 2 %": [], "does not fit": []}
+    named: list[str] = []
     for one in row["what_helps"]:
         times, words = one["times_as_fast"], one["change"]
         if times is None:
-            speed = f"{one['tokens_per_second']:,.0f} tokens/s"
-            named.append(f"  would fit with {words}: {speed}")
+            named.append(f"would fit with {words}: {one['tokens_per_second']:,.0f} tokens/s")
         elif times >= 1 + WORTH:
-            named.append(f"  {times:.2f} times as fast with {words}")
+            named.append(f"{times:.2f} times as fast with {words}")
         else:
-            (little if times else unfit).append(one["what"])
-    named = named or ["  nothing that was tried"]
-    for words, others in (("left out: less than 2 %", little), ("does not fit", unfit)):
-        named += [f"  {words}: {', '.join(others)}"] if others else []
-    yield from map(Text, named)
+            others["left out: less than 2 %" if times else "does not fit"].append(one["what"])
+    named = named or ["nothing that was tried"]
+    named += [f"{words}: {', '.join(unnamed)}" for words, unnamed in others.items() if unnamed]
+    yield from (Text(f"  {line}") for line in named)
 
 
 def _found_text(search: Row, rows: Sequence[Row]) -> Iterator[Text]:
-    """Say which is the cheapest or the fastest."""
+    """Lines on the cheapest or the fastest cell of a search."""
     speed, unseen, best = search["tokens_per_second"], search["not_looked_at"], search["best"]
     asked = f"{speed:,.0f} tokens/s" if speed else "a speed"
     count = len(rows) + len(unseen)
-    if best is None:
-        yield Text(f"none of {count} reaches {asked}", style="bold")
-    else:
+    head = f"none of {count} reaches {asked}"
+    if best is not None:
         price, reached = best["price_per_hour"], best["tokens_per_second"]
         which = f"the cheapest that reaches {asked}" if speed else "the fastest"
-        yield Text(
+        head = (
             f"{which}: {cell_text(best)} at {price:.2f} an hour, {reached:,.0f} tokens/s,"
-            f" {price / reached / 3600 * 1e6:.3g} for a million tokens",
-            style="bold",
+            f" {price / reached / 3600 * 1e6:.3g} for a million tokens"
         )
+    yield Text(head, style="bold")
     for one in rows:
         reached = one.get("tokens_per_second") or 0
         if speed and reached < speed <= one["most_tokens_per_second"]:

@@ -1,4 +1,4 @@
-"""The output of `protrain plan`, `fit` and `run`: plans, fronts of plans, or why there is none."""
+"""The output of `protrain plan`, `fit` and `run`: plans, fronts of plans, or reasons for none."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,16 +43,14 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
 
 
 def other_steps(plan: Plan) -> list[str]:
-    """Say what a clipped step takes, where that is another one."""
-    seconds = plan.prediction.clipped_step_seconds
-    if not seconds:
-        return []
-    took, share = format_seconds(seconds), f"{plan.clipped_percent:.3g} %"
-    return [f"a clipped step takes {took}, as {share} of all are assumed to be"]
+    """A sentence about clipped steps, if these take another time."""
+    seconds, share = plan.prediction.clipped_step_seconds, f"{plan.clipped_percent:.3g} %"
+    words = f"a clipped step takes {format_seconds(seconds)}, as {share} of all are assumed to be"
+    return [words] if seconds else []
 
 
 def other_results(plan: Plan) -> list[str]:
-    """Say how close results are to plain PyTorch, and what was allowed, if they differ."""
+    """Sentences about results that differ from plain PyTorch's, and the options that allow it."""
     lines: list[str] = []
     if plan.allowed:
         how = {"rounding": "up to rounding", "approximate": "approximately"}[plan.exactness]
@@ -78,58 +76,53 @@ def change_text(
     *,
     gained: tuple[str, float, float] | None = None,
 ) -> str:
-    """Name the change that helps a plan most; `plain_bytes` are what plain PyTorch would need.
+    """The change that helps a plan most; plain PyTorch would need `plain_bytes`.
 
-    `gained` is the change that gains most, with tokens per second before and after, if known.
+    `gained` is a change with tokens per second before and after, if known.
     """
     if gained is not None:
         change, before, after = gained
         return f"{change}: {before:,.0f} -> {after:,.0f} tokens/s"
     if peak.disk:
         return f"{format_bytes(peak.disk)} more memory would replace the disk"
-    if plain_bytes > budget_bytes:
-        size = format_bytes(plain_bytes)
-        return f"with {size} of device memory, nothing would be moved or computed twice"
-    return "only a larger batch or a faster device gives more tokens per second"
+    if plain_bytes <= budget_bytes:
+        return "only a larger batch or a faster device gives more tokens per second"
+    size = format_bytes(plain_bytes)
+    return f"with {size} of device memory, nothing would be moved or computed twice"
 
 
 def solved_text(
     solved: "Solved", profile: Profile, *paths: Path, limits: Sequence[str] = ()
 ) -> RenderableType:
-    """Return what `protrain plan` prints for a plan; `paths` are what it wrote."""
+    """Return what `protrain plan` prints for a plan; `paths` are the files that it wrote."""
     plan, prediction = solved.plan, solved.plan.prediction
-    peak = prediction.peak_bytes
-    several = plan.group if plan.group.num_devices > 1 else None
-    table = table_of("memory", "predicted peak" + " of each device" * bool(several), "budget")
+    peak, several = prediction.peak_bytes, plan.group.num_devices > 1
+    table = table_of("memory", "predicted peak" + " of each device" * several, "budget")
     held_back = f" + {format_bytes(peak.allocator)} for the allocator" if peak.allocator else ""
-    table.add_row(
-        f"device (tensors + {format_bytes(peak.context)} besides{held_back})",
-        format_bytes(peak.on_device),
-        format_bytes(plan.budgets.device),
-    )
+    device = f"device (tensors + {format_bytes(peak.context)} besides{held_back})"
+    table.add_row(device, format_bytes(peak.on_device), format_bytes(plan.budgets.device))
     for tier in profile.hardware.tiers:
         used, budget = getattr(peak, tier.name), getattr(plan.budgets, tier.name)
         table.add_row(tier.name, format_bytes(used), format_bytes(budget))
     expected = format_range(prediction.expected_seconds)
-    if expected:  # and who says so
-        said, machine = "as measured steps were beside estimates", profile.hardware
+    if expected:  # with its source
+        source, machine = "as measured steps were beside estimates", profile.hardware
         if profile.method == "measured":
-            said = "by the profile's own repetitions"
+            source = "by the profile's own repetitions"
         elif (published := machine.published_error) and not machine.is_compared:
-            said = f"as {published.runs} published runs were beside estimates"
-        expected = f"{expected[:-1]} {said})"
+            source = f"as {published.runs} published runs were beside estimates"
+        expected = f"{expected[:-1]} {source})"
     elif profile.method == "estimated":
         expected = " (estimates not validated on this device)"
     head = (
         f"predicted step {format_seconds(prediction.step_seconds)}{expected},"
         f" at most {solved.gap:.2%} above {fastest(plan)}"
     )
-    notes = [*other_results(plan), *other_steps(plan)]
-    if several:
-        notes.insert(0, f"on {several}, each with batches of its own")
+    notes = [f"on {plan.group}, each with batches of its own"] * several
     if len(solved.replicas) > 1:
         others = (one for one in solved.replicas if one.number != plan.group.num_replicas)
-        notes.insert(1, f"other numbers of replicas: {', '.join(map(_replicas_text, others))}")
+        notes.append(f"other numbers of replicas: {', '.join(map(_replicas_text, others))}")
+    notes += [*other_results(plan), *other_steps(plan)]
     saving = checkpoint_bytes(plan.units, profile) - peak.device
     if not is_accelerator(profile.hardware.device.kind) and saving > 0:
         notes.append(f"saving a checkpoint takes {format_bytes(saving)} more than a step")
@@ -138,7 +131,7 @@ def solved_text(
 
 
 def headroom_text(left: Mapping[str, int]) -> list[str]:
-    """Say in a line what plans leave free of the devices, by the names of their machines."""
+    """A sentence about memory that plans leave free, by names of machines."""
     sizes = {name: format_bytes(size) for name, size in left.items() if size}
     named = [f"{name} {size}" if len(sizes) > 1 else size for name, size in sizes.items()]
     return bool(named) * [
@@ -148,23 +141,21 @@ def headroom_text(left: Mapping[str, int]) -> list[str]:
 
 
 def spared_disk(solved: "Solved") -> list[str]:
-    """Say what the disk is worth to a plan that uses it, or that it is spared."""
-    plan = solved.plan
-    without, gain = solved.seconds_without_disk, plan.settings.disk_gain
+    """A sentence about the gain of a disk that is used, or about one that is spared."""
+    plan, without = solved.plan, solved.seconds_without_disk
     if without is not None:
         longer = without / plan.prediction.step_seconds - 1
         return [f"without the disk the fastest step found takes {longer:.1%} longer"]
-    moves = not plan.keeps_everything
-    if not (moves and spares_disk(plan)) or solved.solver == STAGES:
+    if plan.keeps_everything or not spares_disk(plan) or solved.solver == STAGES:
         return []
+    gain = f"{100 * plan.settings.disk_gain:.3g}%"
     return [
-        f"disk not used: no plan found is {100 * gain:.3g}% faster with it; --disk-gain 0 uses it"
-        " for less"
+        f"disk not used: no plan found is {gain} faster with it; --disk-gain 0 uses it for less"
     ]
 
 
 def spares_disk(plan: Plan) -> bool:
-    """Return whether the plan does without a disk that it may use where that is worth it."""
+    """Return whether the plan does without a disk that it might use for a large gain."""
     is_open = plan.settings.disk_gain > 0 and plan.budgets.disk > 0
     return is_open and plan.pipeline is None and not plan.prediction.peak_bytes.disk
 
@@ -175,7 +166,7 @@ def fastest(plan: Plan) -> str:
 
 
 def disk_notes(plan: Plan, profile: Profile) -> list[str]:
-    """Say how well the seconds of a measured profile's plan know the disk that it spills to."""
+    """A sentence about how the disk that a plan spills to was measured, if it was."""
     if not plan.prediction.peak_bytes.disk or profile.method != "measured":
         return []
     if plan.settings.page_cache_bytes:
@@ -187,14 +178,11 @@ def disk_notes(plan: Plan, profile: Profile) -> list[str]:
             "the disk was never measured past the page cache: a step that spills more than the free"
             " memory may take much longer than predicted; profile again"
         ]
-    return [
-        f"the disk was observed for {format_seconds(observed.seconds)}, in which"
-        f" {format_bytes(observed.written_bytes)} were written"
-    ]
+    seconds, size = format_seconds(observed.seconds), format_bytes(observed.written_bytes)
+    return [f"the disk was observed for {seconds}, in which {size} were written"]
 
 
 def _replicas_text(one: "Replicas") -> str:
-    """Say what another number of replicas would take."""
     if one.lower_bound_seconds is None:
         return f"{one.number}: no plan fits"
     least = "at least " * (one.step_seconds is None)
@@ -202,41 +190,44 @@ def _replicas_text(one: "Replicas") -> str:
 
 
 def infeasible_json(answer: "Infeasible") -> dict[str, Any]:
-    """Why no plan fits."""
+    """The reason why no plan fits, as JSON."""
     return {"status": "infeasible", **fields_of(answer), "occupants": dict(answer.occupants)}
 
 
 def infeasible_text(answer: "Infeasible") -> RenderableType:
     """Return what `protrain plan` prints where no plan fits."""
-    head = Text(
-        f"no plan fits: {format_bytes(answer.shortfall_bytes)} more {answer.tier} memory is needed"
-        f" than the {format_bytes(answer.budget_bytes)} of the budget"
-    )
     sizes = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in answer.occupants[:3])
-    most = Text(f"most is needed in {answer.slot}: {sizes}")
-    advice, batch, longest = [*answer.advice], answer.largest_batch_size, answer.largest_seq_len
+    batch, longest = answer.largest_batch_size, answer.largest_seq_len
     grown = "(if bytes grow in proportion)"
+    lines = [
+        f"no plan fits: {format_bytes(answer.shortfall_bytes)} more {answer.tier} memory is needed"
+        f" than the {format_bytes(answer.budget_bytes)} of the budget",
+        f"most is needed in {answer.slot}: {sizes}",
+        *(f"- {line}" for line in answer.advice),
+    ]
     if batch is None and longest is None:
-        advice.append("no other batch size or sequence length fits with these settings of the step")
+        lines.append(
+            "- no other batch size or sequence length fits with these settings of the step"
+        )
     if batch:
-        advice.append(f"the largest batch that fits is {batch} {grown}")
+        lines.append(f"- the largest batch that fits is {batch} {grown}")
     if longest:
-        advice.append(f"the longest sequence that fits is {longest} tokens {grown}")
-    return Group(head, most, *(Text(f"- {line}") for line in advice))
+        lines.append(f"- the longest sequence that fits is {longest} tokens {grown}")
+    return Group(*map(Text, lines))
 
 
 def search_text(stage: str, step_seconds: float | None, bound_seconds: float | None) -> str:
-    """Say how far the search is."""
+    """The progress of a search."""
     known = {"best": step_seconds, "bound": bound_seconds}
     parts = [f"{word} {format_seconds(s)}" for word, s in known.items() if s is not None]
     return ", ".join([stage, *parts])
 
 
 def facts_of(answer: "Answer", profile: Profile) -> dict[str, Any]:
-    """Return what is said of a plan, or of why there is none, for a cell and for one question."""
-    solved, infeasible = answer.solved, answer.infeasible
+    """Return facts about a plan, or about the reason for none, for a cell and for one question."""
+    solved, none = answer.solved, answer.infeasible
     return {
-        **(solved_json(solved) if solved else infeasible_json(infeasible) if infeasible else {}),
+        **(solved_json(solved) if solved else infeasible_json(none) if none else {}),
         **fields_of(answer, "headroom_bytes"),
         **fields_of(profile, "beside"),
         "repeats": repeats(profile),
@@ -270,9 +261,9 @@ def answer_text(
     *paths: Path,
     best: "Tried | None" = None,
 ) -> RenderableType:
-    """Return what `protrain plan` prints; `paths` are what it wrote, the plan last.
+    """Return what `protrain plan` prints; `paths` are the files that it wrote, the plan last.
 
-    `best` is the change that gains most, where it is known.
+    `best` is the change that gains most, if known.
     """
     headroom = headroom_text({answer.profile.hardware.name: answer.headroom_bytes})
     profile = answer.of_rank
@@ -284,17 +275,17 @@ def answer_text(
     if answer.front:
         return Group(_front_text(answer), *map(Text, headroom))
     solved, plan = answer.solved, answer.solved.plan
-    step_s = plan.prediction.step_seconds
+    step_s, kept_s = plan.prediction.step_seconds, answer.kept_seconds
     waits, *sentences = report_in_words(answer.report, plan)
     spared = spared_disk(solved)
     notes = [*wear_lines(plan, profile), *disk_notes(plan, profile), *spared * solved.uses_disk]
     if answer.seconds_without_pins is not None:
         cost = max(0.0, step_s / answer.seconds_without_pins - 1)
         notes.append(f"the pins cost {cost:.2%} of the step")
-    if answer.kept_seconds is not None and answer.kept_seconds > step_s:
+    if kept_s is not None and kept_s > step_s:
         notes.append(
             "keeping everything on the device fits as well, and its step takes"
-            f" {answer.kept_seconds / step_s - 1:.1%} longer: --pin '*: keep, persistent'"
+            f" {kept_s / step_s - 1:.1%} longer: --pin '*: keep, persistent'"
         )
     if (least := answer.least_memory) is not None:
         notes.append(
@@ -316,36 +307,35 @@ def answer_text(
 
     problem = problem_of(solved, answer.question.problems())
     is_busy = not answer.report.stall_by_cause and all(u.activations == KEEP for u in plan.units)
-    plain = 0 if is_busy else plain_bytes(problem)
-    gained = None
+    plain, gained = 0 if is_busy else plain_bytes(problem), None
     if best is not None and answer.tokens_per_s:
         gained = best.cell.words, answer.tokens_per_s, best.tokens_per_s
-    peak, budget = plan.prediction.peak_bytes, plan.budgets.device
-    limits = (waits, change_text(peak, plain, budget, gained=gained))
-    shown = solved_text(solved, profile, *paths, limits=limits)
+    change = change_text(plan.prediction.peak_bytes, plain, plan.budgets.device, gained=gained)
+    shown = solved_text(solved, profile, *paths, limits=(waits, change))
     return Group(shown, *map(Text, (*notes, *details)))
 
 
 def point_text(point: "Point") -> str:
-    """Say one point of a front in a line, while others are looked for."""
+    """A point of a front in a line, while others are searched."""
     return f"{_typed(point)}: a step of {format_seconds(point.step_seconds)}"
 
 
 def _typed(point: "Point") -> str:
-    """Return a point's memory as one would type it, rounded up."""
+    """A point's memory as an option has it, rounded up."""
     return f"{-(-point.device_bytes // 2**20)}MiB"
 
 
 def _front_text(answer: "Answer") -> RenderableType:
-    """Return memory against time, the bars in proportion to the slowest step."""
+    """A table of memory against time, with bars in proportion to the slowest step."""
     table = table_of("device memory", "step", "gap", "")
     slowest = max(point.step_seconds for point in answer.front)
     for point in answer.front:
         cells = (_typed(point), format_seconds(point.step_seconds), f"{point.solved.gap:.2%}")
         length = max(1, round(30 * point.step_seconds / slowest))
         table.add_row(*cells, Text("█" * length, justify="left"))
-    note = Text("each line is a plan; --device-memory with a line's memory writes it")
-    return Group(table, "", note)
+    return Group(
+        table, "", Text("each line is a plan; --device-memory with a line's memory writes it")
+    )
 
 
 ALLOCATED = (
@@ -353,7 +343,8 @@ ALLOCATED = (
     f" {EXPANDABLE_MEDIAN:.0%} of tensors more with expandable segments, and {MEDIAN:.0%} without"
 )
 
-# A run
+_MOST_OVERRUNS = 3
+"""Maximum that is printed; --json has all."""
 
 
 def run_json(
@@ -365,16 +356,15 @@ def run_json(
     overruns: Sequence[Excess] = (),
     profile: Profile | None = None,
 ) -> dict[str, Any]:
-    """Return what `protrain run --json` prints; `profile` is the plan's, where it is at hand."""
-    prediction, expected = plan.prediction, plan.prediction.expected_seconds
-    outside = None
-    if expected is not None and len(run.seconds) > 1:  # a first step warms up: it tells nothing
+    """Return what `protrain run --json` prints; `profile` is the plan's, if available."""
+    expected, outside = plan.prediction.expected_seconds, None
+    if expected is not None and len(run.seconds) > 1:  # a first step warms up
         outside = not expected[0] <= run.step_seconds <= expected[1]
     predicted = {
-        "predicted_step_seconds": prediction.step_seconds,
+        "predicted_step_seconds": plan.prediction.step_seconds,
         "expected_seconds": expected,
         "outside_expected": outside,
-        "predicted_peak_bytes": prediction.peak_bytes,
+        "predicted_peak_bytes": plan.prediction.peak_bytes,
         "disk_writes": profile and wear(plan, profile),
     }
     again = profile_command(
@@ -394,10 +384,6 @@ def run_json(
     }
 
 
-_MOST_OVERRUNS = 3
-"""As many are printed; --json has all."""
-
-
 def run_text(plan: Plan, data: dict[str, Any]) -> RenderableType:
     """Return what `protrain run` prints: `run_json`'s `data` as text."""
     names = ("plain", "verified", "measured_peak_bytes", "overruns")
@@ -408,15 +394,15 @@ def run_text(plan: Plan, data: dict[str, Any]) -> RenderableType:
     table = table_of("", "predicted", "measured")
     promised = f"{format_seconds(plan.prediction.step_seconds)}{expected}"
     table.add_row("step", "-" if plain else promised, took)
-    for label, tier in (
-        ("device peak, tensors", "device"),
-        ("device, allocator", "allocator"),
-        ("device, besides tensors", "context"),
-        ("host peak", "host"),
-        ("disk peak", "disk"),
-    ):
-        promise = getattr(plan.prediction.peak_bytes, tier)
-        found = None if measured is None else getattr(measured, tier)
+    labels = {
+        "device": "device peak, tensors",
+        "allocator": "device, allocator",
+        "context": "device, besides tensors",
+        "host": "host peak",
+        "disk": "disk peak",
+    }
+    for tier, label in labels.items():
+        promise, found = getattr(plan.prediction.peak_bytes, tier), getattr(measured, tier, None)
         if promise or found:
             shown = "-" if found is None else format_bytes(found)
             table.add_row(label, "-" if plain else format_bytes(promise), shown)
@@ -437,7 +423,7 @@ def run_text(plan: Plan, data: dict[str, Any]) -> RenderableType:
             notes.append(Text(f"  and in {len(overruns) - _MOST_OVERRUNS} slots more"))
         notes.append(Text(f"  fix: measure and plan again: {data['profile_again']}"))
     if verified is not None:
-        # Both compile the same blocks: the model without a compiler has other bits.
+        # Both compile the same blocks: without a compiler, the model has other bits.
         whose = "plain PyTorch's" + " with the same blocks compiled" * bool(plan.workload.compile)
         whose += " with the same updates on the host" * bool(plan.host_updated)
         notes.append(

@@ -44,7 +44,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
 
 
 def caveats(profile: Profile) -> Iterator[str]:
-    """Remarks: what is not estimated; steps that differ; layers that repeat; what is unpacked."""
+    """Remarks on estimates, steps that differ, repeated layers, and frozen or unpacked weights."""
     if profile.method == "estimated":
         if is_accelerator(profile.hardware.device.kind):
             yield (
@@ -90,13 +90,15 @@ def caveats(profile: Profile) -> Iterator[str]:
             f"batches are text only: the model's parts for {' and '.join(towers)} are loaded but"
             " get no gradients; a factory can make other batches"
         )
-    frozen = [
-        (match[1], match[2].split("x"), int(match[3]) // 8 * len(unfold(match[1]) or [match[1]]))
+    frozen = {
+        match[1]: (match[2].split("x"), int(match[3]) // 8 * len(unfold(match[1]) or [match[1]]))
         for match in map(_FROZEN.fullmatch, profile.tensors)
         if match is not None
-    ]
+    }
     experts = {
-        name: math.prod(map(int, sizes)) * width for name, sizes, width in frozen if len(sizes) == 3
+        name: math.prod(map(int, sizes)) * width
+        for name, (sizes, width) in frozen.items()
+        if len(sizes) == 3
     }
     if workload.quantize and experts:
         names = dict.fromkeys(name.rpartition(".")[2] for name in experts)
@@ -107,7 +109,7 @@ def caveats(profile: Profile) -> Iterator[str]:
         )
     beside = dict.fromkeys(
         name.removesuffix(".weight").rpartition(".")[2]
-        for name, sizes, _ in frozen
+        for name, (sizes, _) in frozen.items()
         if len(sizes) < 4 and _IN_BLOCKS.search(name) and ".base_layer." not in name
     )
     if workload.adapter and " targets=" not in workload.adapter and beside:
@@ -115,12 +117,12 @@ def caveats(profile: Profile) -> Iterator[str]:
 
 
 def repeats(profile: Profile) -> list[str]:
-    """Name the layers that run several times in a forward, and say how each call gets a unit."""
-    units = [unit for unit in profile.units if unit.kind == "part" and unit.runs_once]
+    """Remarks on layers that run several times in a forward: how each call gets a unit."""
     return [
         f"{words}: make it one call on all inputs (torch.cat([query, document])), or give each call"
         " a module of its own that calls the layer (docs/how-to/profile.md)"
-        for words in dict.fromkeys(unit.runs_once for unit in units)
+        for words in dict.fromkeys(u.runs_once for u in profile.units if u.kind == "part")
+        if words
     ]
 
 
@@ -141,19 +143,17 @@ def compiled_text(found: Compilation | None) -> str | None:
 
 
 STEADY = 1.2
-"""The slowest of whole steps over the fastest, on a machine that does nothing else. Medians of
-three were up to 15 % off where others' work changes its speed from second to second (`passes`)."""
+"""Slowest over fastest whole step on an idle machine. Medians of three were up to 15 % off where
+other processes change its speed from second to second (`passes`)."""
 
 
 def unsteady(profile: Profile) -> str | None:
-    """Say that repetitions took very different times; None where they did not."""
+    """A warning if repetitions took very different times."""
     found = profile.repetitions
     if found is None or found.high <= STEADY * found.low:
         return None
-    return (
-        f"repetitions varied by {found.high / found.low - 1:.0%}: the machine was busy; profile"
-        " again on a quiet one"
-    )
+    by = f"{found.high / found.low - 1:.0%}"
+    return f"repetitions varied by {by}: the machine was busy; profile again on a quiet one"
 
 
 def _states_bytes(units: Sequence[Unit]) -> int:
@@ -185,29 +185,25 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
     data, machine = profile_json(profile), profile.hardware
     size = data["allocator_bytes"]
     held_back = f", {format_bytes(size)} for its allocator" if size else ""
-    total = Text(
+    estimated = f"estimated for {machine.name}: {trust(machine)}"
+    notes = (
+        "kept: from forward to backward; input: kept where the module is recomputed",
         f"{data['num_parameters'] / 1e6:.1f} M parameters,"
         f" {format_bytes(data['model_states_bytes'])} of model states,"
         f" {format_bytes(data['activation_bytes'])} of activations,"
         f" {format_bytes(data['context_bytes'])} besides tensors{held_back};"
         f" forward and backward {format_seconds(data['forward_seconds'])}"
-        f" + {format_seconds(data['backward_seconds'])}"
-    )
-    note = Text("kept: from forward to backward; input: kept where the module is recomputed")
-    estimated = f"estimated for {machine.name}: {trust(machine)}"
-    notes = (
+        f" + {format_seconds(data['backward_seconds'])}",
         estimated if profile.method == "estimated" else None,
         compiled_text(profile.compilation),
         *caveats(profile),
     )
-    how = [Text(said) for said in notes if said]
-    if data["unsteady"]:
-        how.append(Text(data["unsteady"], style="yellow"))
-    return Group(table, "", note, total, *how, wrote(path))
+    warning = [Text(data["unsteady"], style="yellow")] if data["unsteady"] else []
+    return Group(table, "", *(Text(said) for said in notes if said), *warning, wrote(path))
 
 
 def _short(size: int) -> str:
-    """Return the size in three digits, `54.0 MiB`: six columns and a name fit 80 characters."""
+    """The size in three digits, `54.0 MiB`: six columns and a name fit in 80 characters."""
     if abs(size) < 1024:
         return format_bytes(size)
     number, unit = format_bytes(size).split()
@@ -221,32 +217,34 @@ def machines_text(machines: Sequence[Hardware]) -> RenderableType:
     for machine in machines:
         rates = machine.rates
         tiers = {tier.name: tier for tier in machine.tiers}
+        host, disk = tiers.get("host"), tiers.get("disk")
         table.add_row(
             machine.name,
             format_bytes(machine.device.memory_bytes),
             f"{rates.bfloat16_flops_per_s / 1e12:.4g}" if rates else "-",
             f"{rates.float32_flops_per_s / 1e12:.4g}" if rates else "-",
             _rate(rates.memory_bytes_per_s) if rates else "-",
-            _rate(tiers["host"].link.read_bytes_per_s) if "host" in tiers else "-",
-            f"{tiers['host'].capacity_bytes / 2**30:.0f} GiB" if "host" in tiers else "-",
-            f"{tiers['disk'].capacity_bytes / 1e12:.2g} TB" if "disk" in tiers else "-",
+            _rate(host.link.read_bytes_per_s) if host else "-",
+            f"{host.capacity_bytes / 2**30:.0f} GiB" if host else "-",
+            f"{disk.capacity_bytes / 1e12:.2g} TB" if disk else "-",
         )
-    notes = (
-        "bf16, fp32: TFLOP/s of dense matrix products, at the peak",
-        "host, disk: typical sizes; set yours with --host-memory and --disk",
-        "protrain hardware show NAME prints every number of a machine with its source",
+    return Group(
+        table,
+        "",
+        Text("bf16, fp32: TFLOP/s of dense matrix products, at the peak"),
+        Text("host, disk: typical sizes; set yours with --host-memory and --disk"),
+        Text("protrain hardware show NAME prints every number of a machine with its source"),
     )
-    return Group(table, "", *(Text(note) for note in notes))
 
 
 def _rate(per_s: float, unit: str = "B/s") -> str:
-    """The rate for a reader, in powers of 1000: `24 GB/s`, `1.01 TB/s`, `989 TFLOP/s`."""
+    """The rate in powers of 1000: `24 GB/s`, `1.01 TB/s`, `989 TFLOP/s`."""
     scale, prefix = (1e9, "G") if per_s < 1e12 else (1e12, "T")
     return f"{per_s / scale:.4g} {prefix}{unit}"
 
 
 def machine_text(machine: Hardware, *, written: Path | None = None) -> RenderableType:
-    """The text of `protrain hardware show`: every number, by its name in the file."""
+    """The text of `protrain hardware show`: all numbers by their names in the file."""
     record = asdict(machine)
     tiers = {tier.pop("name"): tier for tier in record.pop("tiers")}
     record = {"device": record.pop("device"), "rates": record.pop("rates"), **tiers, **record}
@@ -282,15 +280,13 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "_s": format_seconds,
     "seconds": format_seconds,
 }
-"""Numbers of a record by what their names end with; other fractions are per cent."""
-
-
+"""Formats of numbers by the ends of their names; other fractions are per cent."""
 _TOLD = ("name", "kind", "sources", "published_error", "error_low", "error_high")
 """Fields that are in the head, or in sentences."""
 
 
 def _facts(record: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield names and values of fields; fields of inner records have their path as name."""
+    """Yield names and values of fields; names of inner records' fields are paths."""
     for name, value in record.items():
         if not value or name in _TOLD:
             continue
@@ -303,13 +299,13 @@ def _facts(record: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, st
 
 
 def error_band(machine: Hardware) -> list[float] | None:
-    """Measured over estimated seconds, 10th and 90th percentile; None if never compared."""
+    """Measured over estimated seconds, 10th and 90th percentile; None without comparisons."""
     low, high = machine.error_band
     return [low, high] if high else None
 
 
 def trust(machine: Hardware) -> str:
-    """Say how far estimates of its seconds can be trusted."""
+    """A sentence about the errors of estimated seconds on this machine."""
     band, published = error_band(machine), machine.published_error
     if band is None:
         return "estimates not validated on this device"
@@ -323,7 +319,7 @@ def presets_text(presets: Sequence["Preset"]) -> RenderableType:
     """Return what `protrain models` prints."""
     table = table_of("name", "parameters", "layers", "hidden", "source", words=(0, 4))
     for preset in presets:
-        # Hugging Face's repository says enough; other sources are sentences.
+        # Of a Hugging Face URL the repository is enough; other sources are sentences.
         repository = preset.source.removeprefix("https://huggingface.co/").partition("/blob/")[0]
         table.add_row(
             preset.name,

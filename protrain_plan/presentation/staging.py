@@ -26,7 +26,7 @@ def stages_json(
     assumed: Sequence["Assumed"] = (),
     infeasible: "Infeasible | None" = None,
 ) -> dict[str, Any]:
-    """Return what `protrain plan --stages --json` prints; `infeasible` is why one stage is."""
+    """Return what `protrain plan --stages --json` prints; `infeasible` is about one stage."""
     best = answer.best
     return {
         **(infeasible_json(infeasible) if infeasible else {}),
@@ -43,10 +43,10 @@ def stages_json(
 
 
 def pipelined_json(found: "Pipelined", *, with_spans: bool = False) -> dict[str, Any]:
-    """Return a pipeline as its plan has it, its step, and when each stage computes what."""
+    """Return a pipeline as its plan has it, its step, and, `with_spans`, computations in time."""
     rows = stage_rows(found)
     for number, row in enumerate(rows if with_spans else ()):
-        # Columns of what a stage computes, in order; the update is of no micro-batch.
+        # Columns of a stage's computations, in order; the update has no micro-batch.
         spans = [span for span in found.run.spans if span.stage == number]
         actions = [span.action for span in spans]
         row["spans"] = {
@@ -67,6 +67,7 @@ def pipelined_json(found: "Pipelined", *, with_spans: bool = False) -> dict[str,
 
 def stage_rows(found: "Pipelined") -> list[dict[str, Any]]:
     """Return each stage as its plan has it, with its seconds, and the share in which it waits."""
+    stages = zip(found.record.stages, found.stages, found.run.idle, strict=True)
     return [
         {
             **fields_of(record),
@@ -76,18 +77,14 @@ def stage_rows(found: "Pipelined") -> list[dict[str, Any]]:
             "device_bytes": record.peak_bytes.on_device,
             "decisions": decisions_text(stage.plan),
         }
-        for record, stage, idle in zip(
-            found.record.stages, found.stages, found.run.idle, strict=True
-        )
+        for record, stage, idle in stages
     ]
 
 
 def decisions_text(plan: Plan) -> str:
-    """Return how many units decide what: `10 keep, 3 recompute; 13 offload to host`."""
-    counts = (
-        Counter(activations_text(unit.activations) for unit in plan.units),
-        Counter(states_text(unit.states) for unit in plan.units),
-    )
+    """Return the decisions of units with their counts: `10 keep, 3 recompute; 13 persistent`."""
+    activations = Counter(activations_text(unit.activations) for unit in plan.units)
+    counts = activations, Counter(states_text(unit.states) for unit in plan.units)
     return "; ".join(
         ", ".join(f"{count} {words}" for words, count in each.most_common()) for each in counts
     )
@@ -99,45 +96,44 @@ def stages_text(
     paths: Sequence[Path] = (),
     infeasible: "Infeasible | None" = None,
 ) -> RenderableType:
-    """Return what `protrain plan --stages` prints; `infeasible` is why one stage is."""
+    """Return what `protrain plan --stages` prints; `infeasible` is about one stage."""
     best = answer.best
     if best is None:
         head = "no plan: none of the numbers of stages tried fits the budgets"
         if infeasible is None:
             return Text(head)
         return Group(Text(f"{head}; with one stage:"), infeasible_text(infeasible))
-    parts: list[RenderableType] = [Text(pace_text(best)), Text(answer.worth)]
-    if best.shape.stages > 1:
-        parts.append(stages_table(best))
     bound = format_seconds(answer.lower_bound_seconds)
     shapes = f"{answer.num_shapes} arrangement{'s' * (answer.num_shapes > 1)}"
-    parts.append(Text(f"none of {shapes} takes less than {bound} (gap {answer.gap:.1%})"))
-    parts += [Text(_assumed(one)) for one in assumed]
-    parts += [wrote(path) for path in paths]
-    return Group(*parts)
-
-
-def pace_text(found: "Pipelined") -> str:
-    """Return the shape, and how fast it is."""
-    return (
-        f"{found.shape}: {format_seconds(found.step_seconds)} a step,"
-        f" {found.tokens / found.step_seconds:,.0f} tokens/s"
+    return Group(
+        Text(pace_text(best)),
+        Text(answer.worth),
+        *([stages_table(best)] if best.shape.stages > 1 else []),
+        Text(f"none of {shapes} takes less than {bound} (gap {answer.gap:.1%})"),
+        *(Text(_assumed(one)) for one in assumed),
+        *map(wrote, paths),
     )
 
 
+def pace_text(found: "Pipelined") -> str:
+    """Return the shape and its speed."""
+    tokens = f"{found.tokens / found.step_seconds:,.0f} tokens/s"
+    return f"{found.shape}: {format_seconds(found.step_seconds)} a step, {tokens}"
+
+
 def layout_text(found: "Pipelined") -> str:
-    """Return where stages lie, to follow other words; nothing where there is one node."""
+    """Return the layout of stages, after other words; empty for one node."""
     return f"; {found.shape.layout}" if found.pipeline.whole.num_nodes > 1 else ""
 
 
 def _assumed(one: "Assumed") -> str:
     if not isfinite(one.several_seconds):
         return f"{one.words}: several stages do not fit"
-    several = format_seconds(one.several_seconds)
-    if not isfinite(one.single_seconds):
+    several, single = format_seconds(one.several_seconds), one.single_seconds
+    if not isfinite(single):
         return f"{one.words}: one stage does not fit, several take at least {several}"
-    single = format_seconds(one.single_seconds)
-    return f"{one.words}: one stage takes at least {single}, several {several} ({one.speedup:.2f}x)"
+    took = f"one stage takes at least {format_seconds(single)}, several {several}"
+    return f"{one.words}: {took} ({one.speedup:.2f}x)"
 
 
 def stages_table(found: "Pipelined") -> RenderableType:

@@ -1,4 +1,4 @@
-"""A trainer's file beside an answer: what was read of it, and what to change in it."""
+"""A trainer's file beside an answer: its keys, and the changes to make."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Change(NamedTuple):
-    """A key of the file, with its value there (None: it is silent) and the one to write."""
+    """A key of the file, with its value there (None: not set) and the one to write."""
 
     key: str
     now: object
@@ -26,7 +26,7 @@ class Change(NamedTuple):
 class Advice:
     """Changes of a file for one answer.
 
-    With `under_plan` it trains so under the plan alone. `note` says how else it differs from it.
+    `under_plan`: only the plan trains so, with these changes. `note` is a further difference.
     """
 
     cell: str
@@ -36,7 +36,7 @@ class Advice:
 
 
 def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool) -> Advice:
-    """Return what to change for a plan, or for the largest batch that fits where there is none.
+    """Return the changes for a plan, or for the largest batch that fits if there is none.
 
     A file has one switch where a plan has a decision per block. Without switches it trains as plain
     PyTorch does; with checkpointing, no block holds more than in a plan that only recomputes.
@@ -44,11 +44,10 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
     plan = found.solved.plan if found.solved else None
     batch, micro_batches = found.profile.workload.batch_size, found.question.settings.micro_batches
     if plan is None:
-        largest = found.infeasible.largest_batch_size if found.infeasible else None
-        # The largest that fits and divides the sequences of an update.
+        largest = (found.infeasible and found.infeasible.largest_batch_size) or 0
+        # The largest batch that fits and divides the sequences of an update.
         sequences = batch * micro_batches
-        fitting = (size for size in range(1, (largest or 0) + 1) if sequences % size == 0)
-        batch = max(fitting, default=0)
+        batch = max((n for n in range(1, largest + 1) if sequences % n == 0), default=0)
         micro_batches = sequences // batch if batch else 0
     rows, odd = divmod(batch, file.sequences_per_row)
     wanted = {"batch_size": rows, "accumulate": micro_batches} if rows and not odd else {}
@@ -62,7 +61,7 @@ def advice(file: "TrainerFile", cell: str, found: "Answer", *, plain_fits: bool)
     ]
     if plan is None:
         return Advice(cell=cell, changes=tuple(changes))
-    # Whether the plan does no more than recompute blocks, as checkpointing does with all.
+    # The plan does no more than recompute blocks, as checkpointing does with all of them.
     recomputes = not plain_fits and all(
         unit.states == PERSISTENT
         and not unit.activations.tier
@@ -91,20 +90,16 @@ def _switched(file: "TrainerFile", switch: Mapping[str, Any], *, on: bool) -> li
 
 
 def file_json(file: "TrainerFile", advised: Sequence[Advice]) -> dict[str, Any]:
-    """Return what `--json` says of a file: its keys in lists, and changes for each answer."""
-    notes = {
-        name: [
-            {"key": key, "value": value, "option": file.option_of(key)}
-            for key, value in keys.items()
-        ]
-        for name, keys in (("understood", file.understood), ("by_default", file.by_default))
-    }
-    said = fields_of(file, "path", "options") | notes | fields_of(file, "decided", "ignored")
+    """Return what `--json` prints about a file: its keys in lists, and changes for each answer."""
+    said = fields_of(file, "path", "options")
+    for name, keys in fields_of(file, "understood", "by_default").items():
+        said[name] = [{"key": k, "value": v, "option": file.option_of(k)} for k, v in keys.items()]
+    said |= fields_of(file, "decided", "ignored")
     return {"trainer_file": said | {"format": file.format.name, "changes": advised}}
 
 
 def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
-    """Say the same in short: the options, and what to change."""
+    """The same in short: options and changes."""
     name = Path(file.path).name
     lines = ["", f"{name}, as {file.format.name} reads it: {file.command}"]
     decided = [key for key, value in file.decided.items() if value]
@@ -113,9 +108,8 @@ def file_text(file: "TrainerFile", advised: Sequence[Advice]) -> list[Text]:
     if decided:
         lines.append(f"  decided by the plan: {', '.join(decided)}")
     if file.shards and "num_devices" not in (*file.options, *file.given):
-        lines.append(
-            f"  {file.shards[0]} is for several devices: give their number with --num-devices"
-        )
+        key = file.shards[0]
+        lines.append(f"  {key} is for several devices: give their number with --num-devices")
     for one in advised:
         if one.changes or one.under_plan:
             lines.append(f"in {name}, for {one.cell}{', under the plan' * one.under_plan}:")

@@ -1,6 +1,6 @@
 """A difference of plans as text, as Markdown for a pull request, and as plain data."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import takewhile
 
 from rich.console import Group, RenderableType
@@ -20,7 +20,7 @@ Row = tuple[str, ...]
 def diff_text(diff: PlanDiff) -> RenderableType:
     """Return what `protrain diff` prints.
 
-    Units go without what all their names begin with: `base_model.model.` of adapters' models. Two
+    A common beginning of all units' names is left out: `base_model.model.` of adapters' models. Two
     parts of each name stay, as in layers.0, which `protrain plan --pin` takes, too.
     """
     heads = [change.units.split(".")[:-2] for change in diff.decisions]
@@ -44,10 +44,9 @@ def diff_markdown(diff: PlanDiff, *, title: str) -> str:
     for head, rows in _tables(diff):
         data = _DATA.get(head[0], ())
         lines += ["", _row(head), _row(("---",) * len(head))]
-        lines += [
-            _row([in_code(cell) if column in data else cell for column, cell in enumerate(row)])
-            for row in rows
-        ]
+        for row in rows:
+            cells = (in_code(one) if at in data else one for at, one in enumerate(row))
+            lines.append(_row(cells))
     return "\n".join(lines)
 
 
@@ -61,21 +60,17 @@ def _heading(title: str) -> str:
 
 
 def _tables(diff: PlanDiff, *, prefix: str = "") -> list[tuple[Row, list[Row]]]:
-    amounts: list[Row] = [
-        (a.name, a.text(a.before), a.text(a.after), a.change) for a in diff.amounts
-    ]
-    decisions: list[Row] = [
-        (change.units.removeprefix(prefix), change.before or ABSENT, change.after or ABSENT)
-        for change in diff.decisions
-    ]
-    facts: list[Row] = [(fact.name, fact.before, fact.after) for fact in diff.facts]
-    tables: list[tuple[Row, list[Row]]] = [
-        (("predicted", "before", "after", "change"), amounts),
-        (("layers", "before", "after"), decisions),
-        (("given", "before", "after"), facts),
-    ]
-    return [(head, rows) for head, rows in tables if rows]
+    amounts = [(a.name, a.text(a.before), a.text(a.after), a.change) for a in diff.amounts]
+    tables: dict[Row, list[Row]] = {
+        ("predicted", "before", "after", "change"): [*amounts],
+        ("layers", "before", "after"): [
+            (change.units.removeprefix(prefix), change.before or ABSENT, change.after or ABSENT)
+            for change in diff.decisions
+        ],
+        ("given", "before", "after"): [(one.name, one.before, one.after) for one in diff.facts],
+    }
+    return [(head, rows) for head, rows in tables.items() if rows]
 
 
-def _row(cells: Sequence[str]) -> str:
+def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"

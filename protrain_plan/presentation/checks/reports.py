@@ -20,14 +20,8 @@ VERDICTS: dict[str, type[Passed] | type[Failed] | type[Skipped]] = {
 }
 
 
-def title(finding: Finding) -> str:
-    """The rule's code, and the machine where it is about one: `MEM001 on rtx-4090`."""
-    code = finding.rule.code
-    return code if finding.machine is None else f"{code} on {finding.machine}"
-
-
 def said(finding: Finding) -> str:
-    """Say what was found, in one line; for a rule that holds, its own sentence or a number."""
+    """The finding in one line; for a rule that holds, its own sentence or a number."""
     match finding.verdict:
         case Passed(found=found):
             return found or finding.rule.title
@@ -38,7 +32,7 @@ def said(finding: Finding) -> str:
 
 
 def summary(report: Report) -> str:
-    """Count the rules that hold: `11 passed, 1 failed, 1 skipped in 1 plan`."""
+    """Counts of rules: `11 passed, 1 failed, 1 skipped in 1 plan`."""
     counts = [
         f"{len(found)} {word}"
         for word, kind in VERDICTS.items()
@@ -48,12 +42,10 @@ def summary(report: Report) -> str:
 
 
 def counted(report: Report) -> str:
-    """Count the files: `3 files seen, 2 records checked, 1 failed`."""
-    return (
-        f"{report.num_seen} file{'s' * (report.num_seen != 1)} seen,"
-        f" {report.num_records} record{'s' * (report.num_records != 1)} checked,"
-        f" {report.num_failed} failed"
-    )
+    """Counts of files: `3 files seen, 2 records checked, 1 failed`."""
+    seen, records = report.num_seen, report.num_records
+    files = f"{seen} file{'s' * (seen != 1)} seen"
+    return f"{files}, {records} record{'s' * (records != 1)} checked, {report.num_failed} failed"
 
 
 _MARKS = {
@@ -64,7 +56,7 @@ _MARKS = {
 
 
 def text(report: Report) -> RenderableType:
-    """For people: the counts, and of each plan what fails, is skipped or has a number."""
+    """The report for people: counts, and the findings on each plan but rules that simply hold."""
     style = "green" if report.exit_code == 0 else "red"
     parts: list[RenderableType] = [Text(summary(report), style=style)]
     for plan, found in itertools.groupby(report.findings, key=lambda finding: finding.plan):
@@ -93,7 +85,7 @@ def explanation(rule: Rule) -> RenderableType:
 
 
 def plain_data(report: Report) -> dict[str, Any]:
-    """For programs: the exit code, counts and every finding."""
+    """The report for programs: the exit code, counts and every finding."""
     words = {kind: word for word, kind in VERDICTS.items()}
     findings = [
         {
@@ -119,8 +111,8 @@ def plain_data(report: Report) -> dict[str, Any]:
 def github(report: Report, *, root: Path) -> str:
     """Return annotations, which GitHub Actions shows in the files.
 
-    One workflow command for each rule that failed or could not be checked, and a summary.
-    Files are counted from the repository's root, wherever in it the check runs.
+    There is a workflow command for each rule that failed or was skipped, and a summary. Paths are
+    relative to the repository's `root`.
     """
     commands, above = list[str](), Path(os.path.abspath(root))  # noqa: PTH100
     for finding in report.findings:
@@ -130,16 +122,15 @@ def github(report: Report, *, root: Path) -> str:
         path, absolute = finding.plan, Path(os.path.abspath(finding.plan))  # noqa: PTH100
         if absolute.is_relative_to(above):
             path = absolute.relative_to(above).as_posix()
-        # GitHub compares the file's own name; what would steer a reader's terminal is escaped.
+        # GitHub compares the file's own name; characters that steer a terminal are escaped.
         path = "".join(
             one_line(c) if c not in "\r\n" and category(c).startswith("C") else c for c in path
         )
-        name = one_line(f"{title(finding)}: {finding.rule.title}")
+        machine = "" if finding.machine is None else f" on {finding.machine}"
+        name = one_line(f"{finding.rule.code}{machine}: {finding.rule.title}")
         properties = {"file": path, "line": str(finding.line), "title": name}
-        listed = ",".join(
-            f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
-            for key, value in properties.items()
-        )
+        escaped = {key: _escaped(value, ":", ",") for key, value in properties.items()}
+        listed = ",".join(f"{key}={value}" for key, value in escaped.items())
         message = said(finding)
         if isinstance(finding.verdict, Failed) and finding.verdict.fix:
             message += f"\nfix: {finding.verdict.fix}"
@@ -148,5 +139,5 @@ def github(report: Report, *, root: Path) -> str:
     return "\n".join([*commands, f"::notice title=protrain check::{_escaped(totals)}"])
 
 
-def _escaped(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+def _escaped(text: str, *more: str) -> str:
+    return "".join(f"%{ord(c):02X}" if c in ("%", "\r", "\n", *more) else c for c in text)

@@ -22,7 +22,7 @@ from protrain_runtime.contract.escaping import one_line
 from protrain_runtime.contract.units import format_bytes
 
 _BEYOND = 1.6
-"""Bars of memory end at this many times the largest budget, so that those below stay readable."""
+"""Bars of memory end at this many times the largest budget, so that short ones stay readable."""
 
 
 def fit_page(rows: Sequence[Row], *, columns: Sequence[str] = ()) -> str:

@@ -43,7 +43,7 @@ PANELS = ("shared", "memory", "lanes", "time", "decisions", "alternatives", "pag
 
 
 class _Scale:
-    """Writer of columns, in which times are ticks and kinds are numbers."""
+    """Columns in which times are ticks and kinds are numbers."""
 
     def __init__(self, step: Step) -> None:
         seconds = step.report.step_seconds
@@ -64,7 +64,7 @@ class _Scale:
 
 
 def summary_json(step: Step) -> Data:
-    """The step's seconds and peaks, in seconds and bytes; `step_data` has the time line, too."""
+    """The step's seconds and peaks, in seconds and bytes; `step_data` adds the time line."""
     report = step.report
     return {
         **_summed_up(step),
@@ -76,7 +76,7 @@ def summary_json(step: Step) -> Data:
 
 
 def _summed_up(step: Step) -> Data:
-    """The part that the summary and the page have in common."""
+    """The common part of the summary and the page."""
     prediction, of, pipeline = step.plan.prediction, step.of_stages, None
     if of is not None:
         words = f"{pace_text(of.pipeline)}{layout_text(of.pipeline)}"
@@ -97,7 +97,7 @@ def step_data(
 ) -> Data:
     """All data about a step, with its `recording` and the `front` of `plan --json`."""
     scale, plan, report = _Scale(step), step.plan, step.report
-    ran = bars(step, step.timeline.spans)
+    ran, of_bars = bars(step, step.timeline.spans), ("kind", "unit", "slot", "bytes", "num_pieces")
     return {
         **_summed_up(step),
         "program": f"protrain-plan {__version__}",
@@ -145,12 +145,7 @@ def step_data(
         ],
         "kinds": list(scale.kinds),
         "lanes": [
-            fields_of(lane)
-            | {
-                "bars": scale.columns(
-                    ran.get(lane.name, ()), "kind", "unit", "slot", "bytes", "num_pieces"
-                )
-            }
+            {**fields_of(lane), "bars": scale.columns(ran.get(lane.name, ()), *of_bars)}
             for lane in report.lanes
         ],
         "waits": scale.columns(waits(step), "slot", "cause", "waited_for", "lane"),
@@ -178,7 +173,7 @@ def workload_text(step: Step) -> str:
 
 
 def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
-    """The recorded step, to be drawn over the simulated one."""
+    """The recorded step, which is drawn over the simulated one."""
     busy: dict[str, float] = defaultdict(float)
     for one in recording.events:
         busy[one.lane] += one.end_s - one.start_s
@@ -196,14 +191,14 @@ def _recording(step: Step, recording: Recording, scale: _Scale) -> Data:
 
 def page_text(step: Step, *, recording: Recording | None = None, front: Sequence[Data] = ()) -> str:
     """The page; a recording must be one of the step's plan."""
-    # In names, what cannot be seen is shown as an escape.
+    # Invisible characters of names are shown as escapes.
     data = plain(step_data(step, recording=recording, front=front), one_line)
     several = step.of_stages is not None
     style = part("page.css") + (part("stages.css") if several else "")
     panels = "".join(part(f"{name}.js") for name in (*PANELS, *["stages"] * several))
-    # In a block: at the top, names such as `top` are the window's.
+    # A block, since at the top, names such as `top` are the window's.
     script = f'"use strict";\n{{\n{panels}}}\n'
-    # No name, which may hold any character, can end the element around the data.
+    # A name may hold any character; none can end the element around the data.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return Template(part("head.html") + part("page.html")).substitute(
         title=html.escape(f"{data['model']}: {data['workload']}"),
@@ -227,14 +222,12 @@ def hash_source(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-# The trace
-
-STEP, MEMORY = 1, 2  # the processes
+STEP, MEMORY = 1, 2  # processes of a trace
 WAITS = "waits of compute"
 
 
 def trace_text(step: Step, *, of_all: bool = False) -> str:
-    """The step in Chrome's trace event format for Perfetto; `of_all`: of all stages."""
+    """The step in Chrome's trace event format for Perfetto; `of_all`: all stages."""
     about = {
         "program": f"protrain-plan {__version__}",
         "model": step.plan.workload.model,
@@ -249,9 +242,9 @@ def trace_text(step: Step, *, of_all: bool = False) -> str:
 
 
 def trace_events(step: Step) -> Iterator[Data]:
-    """The names of processes and threads first, then what happens on each.
+    """Yield the names of processes and threads, then the events on each.
 
-    Compute, its waits and every lane are threads of one process, the tiers' bytes counters of
+    Compute, its waits and every lane are threads of one process; bytes of tiers are counters of
     another. Timestamps are microseconds, as the format has them.
     """
     lanes = [lane.name for lane in step.report.lanes]
@@ -262,7 +255,7 @@ def trace_events(step: Step) -> Iterator[Data]:
         yield _about("thread_name", STEP, thread, name=name)
         yield _about("thread_sort_index", STEP, thread, sort_index=thread)
     known = named(step)
-    for span in (span for lane in lanes for span in step.timeline.spans if span.lane == lane):
+    for span in sorted(step.timeline.spans, key=lambda span: lanes.index(span.lane)):
         bar = known[span.name]
         details: Data = {"name": span.name, "slot": bar.slot}
         shown = bar.kind
@@ -273,22 +266,17 @@ def trace_events(step: Step) -> Iterator[Data]:
             details["bytes"] = bar.bytes
         yield _slice(span, shown, bar.kind, threads[span.lane], details)
     for wait in waits(step):
-        details = {"waited_for": wait.waited_for, "lane": wait.lane, "slot": wait.slot}
+        details = fields_of(wait, "waited_for", "lane", "slot")
         yield _slice(wait, f"for {wait.cause}", "wait", threads[WAITS], details)
     for tier in memory(step):
         for index, time in enumerate(tier.times_s):
-            yield {
-                "ph": "C",
-                "name": f"{tier.name} bytes",
-                "pid": MEMORY,
-                "tid": 0,
-                "ts": _microseconds(time),
-                "args": {kind: sizes[index] for kind, sizes in tier.by_kind.items()},
-            }
+            at = {"pid": MEMORY, "tid": 0, "ts": _microseconds(time)}
+            sizes = {kind: each[index] for kind, each in tier.by_kind.items()}
+            yield {"ph": "C", "name": f"{tier.name} bytes", **at, "args": sizes}
 
 
 def stage_events(of: OfStages) -> Iterator[Data]:
-    """Stages as threads of one process, with what each of them computes."""
+    """Yield stages as threads of one process, with their computations."""
     yield _about("process_name", STEP, 0, name=f"{of.plan.workload.model}: simulated stages")
     for stage in range(of.plan.num_stages):
         yield _about("thread_name", STEP, stage + 1, name=f"stage {stage}")
@@ -306,18 +294,10 @@ def _about(what: str, process: int, thread: int, **said: str | int) -> Data:
 def _slice(span: Span | Wait | StageSpan, name: str, kind: str, thread: int, details: Data) -> Data:
     """A complete event; its end is rounded like the next one's start, so that none overlap."""
     start, end = _microseconds(span.start_s), _microseconds(span.end_s)
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": kind,
-        "pid": STEP,
-        "tid": thread,
-        "ts": start,
-        "dur": round(end - start, 3),
-        "args": details,
-    }
+    at = {"pid": STEP, "tid": thread, "ts": start, "dur": round(end - start, 3)}
+    return {"ph": "X", "name": name, "cat": kind, **at, "args": details}
 
 
 def _microseconds(seconds: float) -> float:
-    """Whole nanoseconds: what the format's readers keep."""
+    """Microseconds in whole nanoseconds, which the format's readers keep."""
     return round(seconds * 1e9) / 1000

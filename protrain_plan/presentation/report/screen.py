@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -19,13 +19,13 @@ from protrain_runtime.contract.records.decisions import WORDINGS
 from protrain_runtime.contract.units import format_bytes, format_range, format_seconds
 
 NARROWEST, WIDEST = 60, 132
-LABEL = 16  # the columns to the left of every strip
-VALUE = 12  # and those to its right
+LABEL = 16  # columns to the left of every strip
+VALUE = 12  # columns to its right
 CHART_ROWS = 6
 CROWDED = 1.5
-"""A chart reaches up to the budget, unless that is this many times the peak."""
+"""A chart reaches up to the budget, unless that is at least this many times the peak."""
 CRUMB = 5e-3
-"""The part of a chart's height below which a kind of bytes has no row."""
+"""Share of a chart's height below which a kind of bytes has no row."""
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ASCII = " .:-=+*%#"
@@ -43,7 +43,7 @@ KIND_MARKS = {
     "fetched ahead": ("f", "black on green"),
     "leaving": ("l", "white on magenta"),
 }
-"""The letter and the colours of each kind of bytes on the device."""
+"""Letter and colours of each kind of bytes on the device."""
 LETTER_STYLES = {
     "K": "yellow",
     **dict.fromkeys("RrBbd", "green"),
@@ -54,7 +54,7 @@ LETTER_STYLES = {
 
 
 class Screen:
-    """Output of `protrain show`, in the width that there is, at most WIDEST columns."""
+    """Output of `protrain show`, as wide as the terminal, up to WIDEST columns."""
 
     label, value = LABEL, VALUE
 
@@ -63,22 +63,21 @@ class Screen:
         self.columns = width - self.label - self.value
         step_s = step.report.step_seconds
         edges = [step_s * n / self.columns for n in range(self.columns + 1)]
-        self.shares = list(pairwise(edges))  # the part of the step that each column shows
+        self.shares = list(pairwise(edges))  # part of the step that each column shows
         self.ascii_only = ascii_only
         self.ramp = ASCII if ascii_only else BLOCKS
         self.dots = "..." if ascii_only else "…"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The lines, for rich, which says how wide the terminal is and what it can show."""
+        """Yield the lines, for the terminal's width and characters."""
         width = min(max(options.max_width, NARROWEST), WIDEST)
         fitted = type(self)(step=self.step, width=width, ascii_only=options.ascii_only)
         yield from fitted._lines()
 
     def _head(self, of: object = None) -> Iterator[Text]:
-        plan = self.step.plan
-        model = plan.workload.model
-        stage = f", {of}" if of else ""
-        words = f"{model}{stage}: {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}"
+        plan, model = self.step.plan, self.step.plan.workload.model
+        head = f"{model}, {of}" if of else model
+        words = f"{head}: {workload_text(self.step)}, {plan.optimizer} on {plan.hardware}"
         for line in self._sentence(words):
             line.highlight_words([one_line(model)], "bold")
             yield line
@@ -105,8 +104,6 @@ class Screen:
         waited = f"{WAITING} {waited}" if report.stall_seconds else waited
         yield from self._sentence(waited, *wear_lines(plan, self.step.profile))
 
-    # Decisions
-
     def _decisions(self) -> Iterator[Text]:
         units = self.step.plan.units
         room = self.width - LABEL
@@ -130,23 +127,17 @@ class Screen:
         texts: dict[str, dict[str, None]] = {}
         for one in (*activations, *states):
             texts.setdefault(one.letter, {})[one.phrase] = None
-        legend = [
-            one_line(f"{symbol} {' | '.join(meanings)}") for symbol, meanings in texts.items()
-        ]
+        legend = [one_line(f"{letter} {' | '.join(said)}") for letter, said in texts.items()]
         if per_column > 1:
             legend.append(f"{MIXED} several (a column is {per_column} units)")
         yield from self._wrapped(legend)
 
-    # Memory
-
     def _memory(self) -> Iterator[Text]:
-        report = self.step.report
-        device, *below = memory(self.step)
-        peak = report.peak_slot
-        totals, budget = device.totals, device.budget_bytes
+        report, (device, *below) = self.step.report, memory(self.step)
+        peak, totals, budget = report.peak_slot, device.totals, device.budget_bytes
         total = totals[peak]
         top = budget if total <= budget < CROWDED * total else total
-        at: list[int] = []  # the slot of each column: the fullest of those in its share of the step
+        at: list[int] = []  # the fullest slot in each column's share of the step
         for start_s, end_s in self.shares:
             first = max(0, bisect_right(device.times_s, start_s) - 1)
             last = max(first, bisect_left(device.times_s, end_s) - 1)
@@ -154,16 +145,11 @@ class Screen:
         for row in reversed(range(CHART_ROWS)):
             line, height = Text(), top * (row + 0.5) / CHART_ROWS
             for slot in at:
-                mark, rest = (" ", ""), height  # no kind is there above the stack
-                for kind, sizes in device.by_kind.items():
-                    rest -= sizes[slot]
-                    if rest < 0:
-                        mark = KIND_MARKS[kind]
-                        break
-                line.append(*mark)
-            label = {CHART_ROWS - 1: "device memory"}.get(row, "")
+                kinds, ends = device.by_kind, accumulate(s[slot] for s in device.by_kind.values())
+                inside = (kind for kind, end in zip(kinds, ends, strict=True) if height < end)
+                line.append(*KIND_MARKS.get(next(inside, ""), (" ", "")))  # blank above the stack
             value = {CHART_ROWS - 1: format_bytes(top), 0: "0 B"}.get(row, "")
-            yield self._row(label, line, value)
+            yield self._row("device memory" * (row == CHART_ROWS - 1), line, value)
         marks = "".join("^" if slot == peak else " " for slot in at)
         yield self._row("", Text(marks), "at the peak")
         for kind, sizes in device.by_kind.items():
@@ -185,8 +171,6 @@ class Screen:
             f" {report.fullest.name}{used}"
         )
 
-    # Lanes
-
     def _lanes(self) -> Iterator[Text]:
         ran = bars(self.step, self.step.timeline.spans)
         stalls = _filled(self.shares, waits(self.step))
@@ -203,10 +187,8 @@ class Screen:
         yield self._row("", Text("0 s" + " " * (self.columns - 3 - len(step)) + step))
 
     def _shade(self, fraction: float) -> str:
-        """The mark for a fraction in eighths; that of something is never that of nothing."""
+        """The mark for a fraction in eighths; only zero has the mark of zero."""
         return self.ramp[max(1 if fraction > 0 else 0, round(8 * fraction))]
-
-    # Words
 
     def _sentence(self, *sentences: str) -> Iterator[Text]:
         for words in sentences:
@@ -242,7 +224,7 @@ class Screen:
 
 
 def _filled(shares: Sequence[tuple[float, float]], spans: Iterable[Bar | Wait]) -> list[float]:
-    """Return how much of each share the spans fill; they do not overlap."""
+    """Return the part of each share that spans fill; they do not overlap."""
     width = shares[0][1] - shares[0][0]
     filled = [0.0] * len(shares)
     for start, end, *_ in spans:
@@ -255,16 +237,12 @@ def _filled(shares: Sequence[tuple[float, float]], spans: Iterable[Bar | Wait]) 
 
 
 def summary_text(step: Step) -> RenderableType:
-    """The lanes as a table, then what limits time and memory in sentences."""
+    """The lanes as a table, then sentences about the limits of time and memory."""
     report, table = step.report, table_of("", "busy", "of the step", "bytes", "moves")
     for lane in report.lanes:
-        table.add_row(
-            lane.name,
-            format_seconds(lane.busy_s),
-            f"{lane.utilisation:.1%}",
-            format_bytes(lane.bytes) if lane.bytes else "",
-            f"{lane.num_moves}",
-        )
+        size = format_bytes(lane.bytes) if lane.bytes else ""
+        busy = format_seconds(lane.busy_s), f"{lane.utilisation:.1%}"
+        table.add_row(lane.name, *busy, size, f"{lane.num_moves}")
     head = f"step {format_seconds(report.step_seconds)}"
     if part := part_in_words(step.plan):
         whole = format_seconds(step.plan.prediction.step_seconds)

@@ -1,4 +1,4 @@
-"""The stages of a pipeline on a terminal: rows over time, a table, and what each stage decides."""
+"""The stages of a pipeline on a terminal: rows over time, a table, and decisions."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -19,14 +19,14 @@ FILLS = {
 }
 """Fillings of boxes, on terminals and in ASCII, and their colours."""
 NARROW, ROOMY, CUT = 3, 6, 3
-"""Columns of a micro-batch, forward and backward: with less, only the beginning and the end of the
-step are drawn, with so many. And the columns between the two."""
+"""Columns of a micro-batch, forward and backward. With less than NARROW, only the beginning and the
+end of the step are drawn, with ROOMY, and CUT columns between them."""
 SEVERAL = "\N{MEDIUM SHADE}", "+", ""
-"""The same of a column with boxes that are too small for one of their own."""
+"""The same for a column with several boxes that are too small."""
 
 
 Mark = tuple[str, str]
-"""Characters, and their style."""
+"""Characters and their style."""
 
 
 class StagesScreen(Screen):
@@ -39,10 +39,8 @@ class StagesScreen(Screen):
         assert of is not None
         found, stages = of.pipeline, of.pipeline.stages
         yield from self._head()
-        yield from self._sentence(pace_text(found))
-        yield from self._sentence(
-            f"at most {of.plan.gap:.2%} above {fastest(of.plan)}{layout_text(found)}"
-        )
+        above = f"at most {of.plan.gap:.2%} above {fastest(of.plan)}{layout_text(found)}"
+        yield from self._sentence(pace_text(found), above)
         yield Text()
         windows = self._windows()
         boxes: list[Text] = []
@@ -76,7 +74,7 @@ class StagesScreen(Screen):
         return (SEVERAL if kind is None else FILLS[kind])[self.ascii_only]
 
     def _windows(self) -> list[tuple[float, float, int]]:
-        """The times that are shown, with their columns: the step, or its beginning and its end."""
+        """The shown times with their columns: the step, or its beginning and its end."""
         assert self.step.of_stages is not None
         found = self.step.of_stages.pipeline
         step_s = found.run.step_seconds
@@ -90,7 +88,7 @@ class StagesScreen(Screen):
     def _boxes(
         self, spans: Iterable[StageSpan], start_s: float, end_s: float, count: int
     ) -> list[Mark]:
-        """So many columns of a row: boxes with numbers of micro-batches, where these have room."""
+        """A row of `count` columns: boxes, with numbers of micro-batches if these have room."""
         row = [(" ", "")] * count
         several: list[int] = []
         for span in spans:
@@ -100,8 +98,9 @@ class StagesScreen(Screen):
                 min(count, max(0, round((t - start_s) / (end_s - start_s) * count)))
                 for t in (span.start_s, span.end_s)
             )
-            if first == last and span.action is None:  # an update is always seen
-                first, last = min(first, count - 1), min(first, count - 1) + 1
+            if first == last and span.action is None:  # an update is always visible
+                first = min(first, count - 1)
+                last = first + 1
             if first == last:
                 several.append(min(first, count - 1))
             number = str(span.action.micro_batch) if span.action else ""

@@ -1,7 +1,7 @@
 """A plan with its profile, and the step that the simulator predicts: lanes, waits, memory."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfStages:
-    """The pipeline that a step's stage is of: its plan, its prediction, and the stage."""
+    """The pipeline that a step's stage belongs to: its plan, its prediction, and the stage."""
 
     plan: Plan
     pipeline: "Pipelined"
@@ -43,7 +43,7 @@ class OfStages:
 class Step:
     """A simulated step; with micro-batches, the last of them and the update after it.
 
-    Of a pipeline it is that of one stage, whose plan and profile these are.
+    For a pipeline, plan and profile are those of one stage.
     """
 
     plan: Plan
@@ -65,9 +65,19 @@ def simulated(plan: Plan, profile: Profile, stage: int | None = None) -> Step:
     For a pipeline it is the step of a stage, by default of the one that waits least. Raises
     ProtrainError if the machine has no interconnect for several devices, or the plan no such stage.
     """
-    of_stages = _of_stages(plan, profile, stage)
-    if of_stages is not None:
-        stage, found = of_stages.stage, of_stages.pipeline
+    of_stages = None
+    if plan.pipeline is None:
+        if stage is not None:
+            raise ProtrainError("the plan has no stages", key="--stage", fix="leave it out")
+    else:
+        if stage is not None and stage not in range(plan.num_stages):
+            problem, last = f"the plan has no stage {stage}", plan.num_stages - 1
+            raise ProtrainError(problem, key="--stage", fix=f"choose one of 0 to {last}")
+        from protrain_plan.planning.stages.pipelines import of_plan  # with the solver
+
+        found = of_plan(plan, profile)
+        stage = found.run.idle.index(min(found.run.idle)) if stage is None else stage
+        of_stages = OfStages(plan=plan, pipeline=found, stage=stage)
         runs, plan = found.stages[stage].runs, found.stages[stage].plan
         profile = found.pipeline.problem(runs, stage, plan.settings.piece_bytes).profile
     profile = profile_for(profile, plan)
@@ -82,45 +92,23 @@ def simulated(plan: Plan, profile: Profile, stage: int | None = None) -> Step:
     )
 
 
-def _of_stages(plan: Plan, profile: Profile, stage: int | None) -> OfStages | None:
-    if plan.pipeline is None:
-        if stage is not None:
-            raise ProtrainError("the plan has no stages", key="--stage", fix="leave it out")
-        return None
-    if stage is not None and stage not in range(plan.num_stages):
-        raise ProtrainError(
-            f"the plan has no stage {stage}",
-            key="--stage",
-            fix=f"choose one of 0 to {plan.num_stages - 1}",
-        )
-    from protrain_plan.planning.stages.pipelines import of_plan  # with the solver
-
-    found = of_plan(plan, profile)
-    idle = found.run.idle
-    chosen = idle.index(min(idle)) if stage is None else stage
-    return OfStages(plan=plan, pipeline=found, stage=chosen)
-
-
 def read_step(
     plan_path: Path, profile_path: Path | None = None, *, stage: int | None = None
 ) -> Step:
     """The step of the plan in a file; its profile is by default the one in its folder.
 
-    ProtrainError where either file is no such record, where they are not of one another, or where
-    the plan has no such `stage`.
+    Raises ProtrainError if a file is no such record, if plan and profile do not belong together, or
+    if the plan has no such `stage`.
     """
-    plan = read_plan(plan_path)
+    plan, source = read_plan(plan_path), str(plan_path)
     case = None if profile_path else opened(read_files(plan_path))
     if case:
         profile = case.profile
     else:
         path = profile_path or plan_path.with_name("profile.yaml")
         if not (profile_path or os.path.exists(path)):  # noqa: PTH110  (a name that no file can have)
-            raise ProtrainError(
-                "the profile that this plan was made from is not in its folder",
-                source=str(plan_path),
-                fix="name it with --profile",
-            )
+            problem = "the profile that this plan was made from is not in its folder"
+            raise ProtrainError(problem, source=source, fix="name it with --profile")
         profile = read_profile(path)
         if (found := fingerprint(profile)) != plan.profile_fingerprint:
             raise ProtrainError(
@@ -130,25 +118,23 @@ def read_step(
                 fix="name the plan's own profile with --profile, or plan again",
             )
     if (why := misfit(plan, profile)) is not None:
-        raise ProtrainError(why.problem, source=str(plan_path), key=why.key, fix=why.fix)
+        raise ProtrainError(why.problem, source=source, key=why.key, fix=why.fix)
     try:
         step = simulated(plan, profile, stage)
     except ProtrainError as error:
-        raise ProtrainError(
-            error.message, source=str(plan_path), key=error.key, fix=error.fix
-        ) from None
+        raise ProtrainError(error.message, source=source, key=error.key, fix=error.fix) from None
     if not step.report.step_seconds:
-        raise ProtrainError("a step that takes no time cannot be shown", source=str(plan_path))
+        raise ProtrainError("a step that takes no time cannot be shown", source=source)
     return step
 
 
 MAX_BARS = 1_000
-"""Bars that a lane shows one by one. On a lane with more, consecutive pieces of one chunk are one
-bar: a chunk on disk is updated in hundreds of them."""
+"""Maximum of bars per lane. With more, consecutive pieces of one chunk are one bar: a chunk on disk
+is updated in hundreds of pieces."""
 
 
 class Bar(NamedTuple):
-    """Something that runs on a lane: a slot's compute, a move, or several pieces of one chunk."""
+    """A slot's compute, a move, or several pieces of one chunk, on a lane."""
 
     start_s: float
     end_s: float
@@ -171,7 +157,7 @@ class Wait(NamedTuple):
 
 
 def bars(step: Step, ran: Iterable[Span | Event]) -> dict[str, tuple[Bar, ...]]:
-    """Return what a simulated or a recorded step ran on each lane, in the order of the starts."""
+    """Return the bars of a simulated or a recorded step on each lane, in the order of starts."""
     known = named(step)
     found: dict[str, list[Bar]] = {}
     for one in sorted(ran, key=lambda one: (one.start_s, one.end_s)):
@@ -184,7 +170,7 @@ def bars(step: Step, ran: Iterable[Span | Event]) -> dict[str, tuple[Bar, ...]]:
 
 
 def named(step: Step) -> dict[str, Bar]:
-    """Return the meaning of the program's names, as bars without a time."""
+    """Return a bar without a time for each name of the program."""
     program = program_of(step.plan, step.profile, clipped=True)  # with the moves of other steps
     end = len(program.slots)
     update = program.slot_name(end)
@@ -193,13 +179,13 @@ def named(step: Step) -> dict[str, Bar]:
         kind = "forward" if slot.forward else "backward"
         known[program.slot_name(index)] = Bar(0.0, 0.0, kind, slot.unit, index, 0)
     for number, move in enumerate(program.moves):
-        bar = Bar(0.0, 0.0, move.kind, move.unit, move.slot, move.bytes)
-        known[program.move_name(number)] = bar
+        ran = move.kind, move.unit, move.slot, move.bytes
+        known[program.move_name(number)] = Bar(0.0, 0.0, *ran)
     return known
 
 
 def waits(step: Step) -> tuple[Wait, ...]:
-    """Compute's waits, in order: before a slot first for what leaves, then for what arrives."""
+    """Waits of compute, in order: before a slot, first for drains, then for arrivals."""
     program, compute = step.program, step.timeline.compute
     moves = {program.move_name(number): move for number, move in enumerate(program.moves)}
     now = [0.0, *(end for _, end in compute)]  # where the next wait before a slot begins
@@ -215,29 +201,20 @@ def waits(step: Step) -> tuple[Wait, ...]:
 def _merged(found: Iterable[Bar]) -> Iterator[Bar]:
     """Consecutive pieces of one chunk as one bar."""
     for _, run in groupby(found, key=lambda bar: (bar.kind, bar.unit, bar.slot)):
-        first, *rest = run
-        yield first._replace(
-            end_s=rest[-1].end_s if rest else first.end_s,
-            bytes=first.bytes + sum(bar.bytes for bar in rest),
-            num_pieces=first.num_pieces + sum(bar.num_pieces for bar in rest),
+        pieces = list(run)
+        yield pieces[0]._replace(
+            end_s=pieces[-1].end_s,
+            bytes=sum(bar.bytes for bar in pieces),
+            num_pieces=sum(bar.num_pieces for bar in pieces),
         )
 
 
 KINDS = (
-    "context",
-    "base",
-    "staging",
-    "states",
-    "gradients",
-    "activations",
-    "buffers",
-    "fetched ahead",
-    "leaving",
-    "reserved",
+    *("context", "base", "staging", "states", "gradients", "activations", "buffers"),
+    *("fetched ahead", "leaving", "reserved"),
 )
-"""Kinds of bytes, from the bottom of a stack to its top. "context" is what the process
-holds of the device besides tensors, with what its allocator does; "reserved" is room for
-activations that are elsewhere now."""
+"""Kinds of bytes, from the bottom of a stack to its top. "context" is memory of the process besides
+tensors, with the allocator's; "reserved" is room for activations that are elsewhere now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +232,7 @@ class TierMemory:
 
 
 def slot_begins_s(step: Step) -> tuple[float, ...]:
-    """When each slot begins, that of the device's update too."""
+    """Start of each slot, and of the device's update."""
     ends = [0.0, *(end for _, end in step.timeline.compute[:-1])]
     drains = [0.0] * len(ends)
     for stall in step.timeline.stalls:
@@ -266,34 +243,27 @@ def slot_begins_s(step: Step) -> tuple[float, ...]:
 
 def memory(step: Step) -> tuple[TierMemory, ...]:
     """The device, and the machine's tiers below it that hold anything."""
-    hardware = step.profile.hardware
-    slots = [
-        {"context": hardware.device.besides_bytes}
-        | {str(kind): size for kind, size in slot.device.by_kind.items()}
-        for slot in step.report.slots
-    ]
-    device = TierMemory(
-        name="device",
-        budget_bytes=step.plan.budgets.device,
-        times_s=slot_begins_s(step),
-        by_kind=_in_order({kind: tuple(s.get(kind, 0) for s in slots) for kind in KINDS}),
-    )
+    hardware, slots = step.profile.hardware, step.report.slots
+    by_kind = {kind: [0] * len(slots) for kind in KINDS}
+    by_kind["context"] = [hardware.device.besides_bytes] * len(slots)
+    for number, slot in enumerate(slots):
+        for kind, size in slot.device.by_kind.items():
+            by_kind[kind][number] = size
+    device = _memory(step, "device", slot_begins_s(step), by_kind)
     below = (_tier(step, tier.name) for tier in hardware.tiers)
     return (device, *(tier for tier in below if tier.by_kind))
 
 
 def _tier(step: Step, tier: TierName) -> TierMemory:
-    """A tier below: its room is reserved for the whole step, and swaps come and go in it."""
-    plan, program = step.plan, step.program
+    """A tier below: room is reserved for the whole step, and swaps come and go in it."""
+    program, gradients = step.program, 0
     pinned = tier == "host" and is_accelerator(program.device)
-    gradients = 0
     for state in program.states:
         if state.home == tier and state.own.used_by:
             size = state.own.gradient_bytes
             gradients += pinned_bytes(size) if pinned else size
     states = sum(state.tier_bytes.get(tier, 0) for state in program.states) - gradients
     room = sum(activation.tier_bytes.get(tier, 0) for activation in program.activations)
-    staging = program.staging_bytes(tier)
     spans = {span.name: span for span in step.timeline.spans}
     changes: list[tuple[float, int]] = []  # swapped bytes are here until the device has them back
     for number, move in enumerate(program.moves):
@@ -303,22 +273,23 @@ def _tier(step: Step, tier: TierName) -> TierMemory:
     changes.sort()
     times = tuple(dict.fromkeys([0.0, *(time for time, _ in changes)]))
     after = dict(zip((t for t, _ in changes), accumulate(size for _, size in changes), strict=True))
-    swapped = tuple(after.get(time, 0) for time in times)
+    swapped = [after.get(time, 0) for time in times]
+    by_kind = {
+        "staging": [program.staging_bytes(tier)] * len(times),
+        "states": [states] * len(times),
+        "gradients": [gradients] * len(times),
+        "activations": swapped,
+        "reserved": [room - size for size in swapped],
+    }
+    return _memory(step, tier, times, by_kind)
+
+
+def _memory(
+    step: Step, tier: str, times_s: tuple[float, ...], by_kind: Mapping[str, list[int]]
+) -> TierMemory:
     return TierMemory(
         name=tier,
-        budget_bytes=plan.budgets.host if tier == "host" else plan.budgets.disk,
-        times_s=times,
-        by_kind=_in_order(
-            {
-                "staging": (staging,) * len(times),
-                "states": (states,) * len(times),
-                "gradients": (gradients,) * len(times),
-                "activations": swapped,
-                "reserved": tuple(room - size for size in swapped),
-            }
-        ),
+        budget_bytes=getattr(step.plan.budgets, tier),
+        times_s=times_s,
+        by_kind={kind: tuple(by_kind[kind]) for kind in KINDS if any(by_kind.get(kind, ()))},
     )
-
-
-def _in_order(by_kind: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    return {kind: by_kind[kind] for kind in KINDS if any(by_kind.get(kind, ()))}
