@@ -239,7 +239,7 @@ for command in sys.argv[1:]:
 ours = {name for name in sys.modules if name.startswith(("protrain_plan", "protrain_runtime"))}
 commands = (
     *("check", "fit", "help", "machines", "option_records", "options", "output", "plan", "plans"),
-    *("profile", "run", "searching", "staging", "trainer_files"),
+    *("profile", "run", "staging"),
 )
 light = (
     *("commands", "cli", "garbage"),
