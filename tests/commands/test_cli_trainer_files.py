@@ -97,7 +97,7 @@ def test_a_frozen_model_stands_beside_the_trained_one(tmp_path: Path) -> None:
     assert grown == frozen["weight_bytes"] + frozen["forward_bytes"]
     seconds = found["plain_step_seconds"] - alone["plain_step_seconds"]
     assert seconds == pytest.approx(frozen["forward_s"], rel=0.01)
-    text = protrain("fit", *beside, folder=tmp_path, COLUMNS="200").stdout
+    text = protrain("fit", *beside, "--explain", folder=tmp_path, COLUMNS="200").stdout
     assert "beside it, frozen: tiny-gpt2: " in text
     none = protrain("fit", *asked, "--beside", "none", "--json", folder=tmp_path)
     assert json.loads(none.stdout)["beside"] is None
@@ -125,7 +125,7 @@ def test_a_file_with_a_teacher_has_it_beside(tmp_path: Path) -> None:
 def test_num_devices_is_not_asked_for_where_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL + "deepspeed: zero3.json\n")
     asked = ("fit", "axolotl.yaml", "--on", "h200")
-    assert "--num-devices says how many" in protrain(*asked, folder=tmp_path).stdout
+    assert "give their number with --num-devices" in protrain(*asked, folder=tmp_path).stdout
     given = protrain(*asked, "--num-devices", 2, folder=tmp_path)
     assert given.returncode == 0
     assert "--num-devices" not in given.stdout
