@@ -112,7 +112,7 @@ def _row(pair: Pair) -> str:
     peak, budgets = plan.prediction.peak_bytes, plan.budgets
     cells = (
         f"`{pair.name}`",
-        format_bytes(sum(u.parameter_bytes + u.gradient_bytes + u.state_bytes for u in units)),
+        format_bytes(sum(unit.model_state_bytes for unit in units)),
         f"{format_bytes(peak.device + peak.context)} of {format_bytes(budgets.device)}",
         f"{format_bytes(peak.host)} of {format_bytes(budgets.host)}",
         format_seconds(plan.prediction.step_seconds),

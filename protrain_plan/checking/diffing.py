@@ -72,10 +72,7 @@ def growth(before: Profile, after: Profile) -> tuple[UnitGrowth, ...]:
 
     def sizes(profile: Profile) -> dict[str, tuple[int, int]]:
         return {
-            unit.name: (
-                unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
-                unit.cost("keep").kept_bytes,
-            )
+            unit.name: (unit.model_state_bytes, unit.cost("keep").kept_bytes)
             for unit in profile.units
         }
 

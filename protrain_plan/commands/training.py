@@ -214,8 +214,9 @@ def _to_prepare(
 def _enough(batches: Iterator[Batch], needed: int, *, source: str) -> Iterator[Batch]:
     """Yield `needed` batches; ProtrainError after the last one if there are fewer."""
     number = 0
-    for number, batch in enumerate(islice(batches, needed), 1):  # noqa: B007 (counts them)
+    for batch in islice(batches, needed):
         yield batch
+        number += 1
     if number < needed:
         raise ProtrainError(
             f"the factory returned {number} batches, but training needs {needed}",

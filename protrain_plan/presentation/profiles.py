@@ -157,7 +157,7 @@ def unsteady(profile: Profile) -> str | None:
 
 
 def _states_bytes(units: Sequence[Unit]) -> int:
-    return sum(u.parameter_bytes + u.gradient_bytes + u.state_bytes for u in units)
+    return sum(unit.model_state_bytes for unit in units)
 
 
 def profile_text(profile: Profile, path: Path) -> RenderableType:

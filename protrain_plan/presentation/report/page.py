@@ -120,7 +120,7 @@ def step_data(
                 "activations": activations_text(decided.activations),
                 "states": states_text(decided.states),
                 **fields_of(decided.schedule),
-                "state_bytes": unit.parameter_bytes + unit.gradient_bytes + unit.state_bytes,
+                "state_bytes": unit.model_state_bytes,
                 "keep_bytes": unit.cost("keep").kept_bytes,
             }
             for index, (decided, unit) in enumerate(

@@ -157,6 +157,11 @@ class Unit:
     gets: tuple[Handed, ...] = ()
 
     @property
+    def model_state_bytes(self) -> int:
+        """Bytes of the chunk's parameters, gradients and optimizer states."""
+        return self.parameter_bytes + self.gradient_bytes + self.state_bytes
+
+    @property
     def handed_bytes(self) -> int:
         """Bytes of the previous unit's output; 0 if unknown."""
         sizes = (text.split() for text in self.gets)
