@@ -25,15 +25,14 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
+from protrain_plan.hardware.overheads import Overheads, measure_launches, measure_overheads
 from protrain_plan.hardware.speeds import (
-    Overheads,
     PinnedLink,
     Stepped,
     contention,
     in_worker,
     kept_fraction,
     lane_update,
-    measure_overheads,
     measure_rates,
     median_seconds,
     rates_together,
@@ -130,6 +129,7 @@ def probe(
         rates=rates,
         sources=(f"measured on the machine itself, with torch {torch.__version__}", *said),
         move_s=four_digits(overheads.move_s),
+        launches=() if on_host else measure_launches(where),
     )
 
 

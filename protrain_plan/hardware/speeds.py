@@ -13,9 +13,6 @@ import timeit
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,27 +21,12 @@ from torch.nn.functional import linear
 
 from protrain_plan.models.building import parameter_dtype
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OptimizerFactory, optimizer_factory
-from protrain_runtime import prepare, record, restore
-from protrain_runtime.contract.records.hardware import Contention, Link, Rates, TierName
-from protrain_runtime.contract.records.plan import (
-    KEEP,
-    PERSISTENT,
-    Activations,
-    Budgets,
-    Placement,
-    Plan,
-    Prediction,
-    Schedule,
-    StepSettings,
-    TierBytes,
-    UnitPlan,
-)
-from protrain_runtime.contract.records.profile import DType, Precision, Workload
+from protrain_runtime.contract.records.hardware import Contention, Link, Rates
+from protrain_runtime.contract.records.profile import DType, Precision
 from protrain_runtime.contract.units import four_digits
-from protrain_runtime.devices.device import HOST, current_stream, found, on_host, synchronize
+from protrain_runtime.devices.device import current_stream, found, on_host, synchronize
 from protrain_runtime.devices.lanes import Backend, take_threads
 from protrain_runtime.devices.stores import HostStore
-from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.chunk_layouts import make_chunk
 from protrain_runtime.states.known_optimizers import in_turn
 from protrain_runtime.states.master_weights import with_master_weights
@@ -452,181 +434,3 @@ def _per_second(work: Callable[[], object], device: torch.device) -> float:
 
     run()
     return statistics.median(runs_per_second(run) for _ in range(_ROUNDS))
-
-
-# --- what the runtime costs by itself -------------------------------------------------------------
-
-_LAYERS = 6
-_MATRICES = 9  # of a layer: a decoder block has as many parameters
-_LAYER_WIDTH = 64  # 16 KiB of weights, and of saved tensors: the least that is swapped
-_STEPS = 25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overheads:
-    """Medians over steps, of a move each.
-
-    move_s      of the processor, in the thread that computes or launches compute: submitting a move
-                and ending it, with the share of a slot's hooks
-    transfer_s  in a lane, of a transfer of few bytes
-    piece_s     in the update lane, of a piece of few parameters
-    """
-
-    move_s: float
-    transfer_s: float
-    piece_s: float
-
-
-class _Layers(nn.Module):
-    """Layers of several products each, by kernels without a library workspace.
-
-    With a bias, cuBLASLt keeps 1 MiB, unknown to a profile of the same process. A move's cost grows
-    with its unit's parameters: with one, `move_s` was a fourth of a decoder block's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(
-                *(nn.Linear(_LAYER_WIDTH, _LAYER_WIDTH, bias=False) for _ in range(_MATRICES))
-            )
-            for _ in range(_LAYERS)
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            tokens = layer(tokens)
-        return tokens.sum()
-
-
-def measure_overheads(
-    spill_directory: Path,
-    *,
-    device: torch.device = HOST,
-    optimizer: str = DEFAULT_OPTIMIZER,
-    cached: bool = False,
-) -> Overheads:
-    """Overheads of this machine's processor, with everything that a plan can move on the next tier.
-
-    To a disk past the page cache, or through it if `cached`. Processor seconds, not the clock's, if
-    it computes: the timeline models waits. About 1 s; the random state is restored.
-    """
-    with torch.random.fork_rng(devices=[]):
-        plain, planned = _Layers().to(device), _Layers().to(device)
-    factory = optimizer_factory(optimizer)
-    tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH, device=device)
-    clock = _LaunchingClock()
-    stepper = factory(plain.parameters())
-    plain_cpu = clock.median(partial(_training_step, plain, stepper, tokens, clock))
-    plan = _plan(planned, device)
-    model, stepper = prepare(
-        planned,
-        replace(plan, settings=replace(plan.settings, page_cache_bytes=2**30 * cached)),
-        optimizer=factory,
-        spill_directory=spill_directory,
-    )
-    try:
-        step = partial(_training_step, model, stepper, tokens, clock)
-        planned_cpu = clock.median(step)
-        transfers: list[float] = []
-        updates: list[float] = []
-        with record(model) as recorder:
-            for _ in range(_STEPS):
-                step()
-                moves = [e for e in recorder.recording().events if e.lane != "compute"]
-                for found, wanted in ((transfers, False), (updates, True)):
-                    seconds = [
-                        move.end_s - move.start_s
-                        for move in moves
-                        if move.name.startswith("update") is wanted
-                    ]
-                    found.append(statistics.mean(seconds))
-    finally:
-        restore(model)
-    return Overheads(
-        move_s=max(0.0, planned_cpu - plain_cpu) / len(moves),
-        transfer_s=statistics.median(transfers),
-        piece_s=statistics.median(updates),
-    )
-
-
-def _training_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tokens: torch.Tensor,
-    clock: "_LaunchingClock",
-) -> None:
-    loss = model(tokens)
-    loss.register_hook(clock.note_thread)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-class _LaunchingClock:
-    """Processor seconds of a model's threads: this one, and autograd's on a device."""
-
-    def __init__(self) -> None:
-        self._threads = {threading.get_ident()}
-
-    def note_thread(self, _: torch.Tensor) -> None:
-        """Include the thread in which autograd calls this hook."""
-        self._threads.add(threading.get_ident())
-
-    def median(self, step: Callable[[], None]) -> float:
-        """The median of single steps, after warm-up steps."""
-        seconds = timeit.repeat(step, gc.enable, self._seconds, repeat=3 + _STEPS, number=1)
-        return statistics.median(seconds[3:])
-
-    def _seconds(self) -> float:
-        clocks = (time.pthread_getcpuclockid(thread) for thread in self._threads)
-        return sum(map(time.clock_gettime, clocks))
-
-
-def plan_to_measure(
-    model: nn.Module, units: Iterable[UnitPlan], workload: Workload, *, optimizer: str = ""
-) -> Plan:
-    """A plan of these units made without a planner, for measuring."""
-    nothing = TierBytes(device=0, context=0, host=0, disk=0)
-    return Plan(
-        workload=workload,
-        hardware="",
-        optimizer=optimizer,
-        profile_fingerprint="",
-        model_fingerprint=model_fingerprint(model),
-        exact=True,
-        budgets=Budgets(device=0, host=0, disk=0),
-        prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
-        settings=StepSettings(piece_bytes=2**20),
-        units=tuple(units),
-    )
-
-
-def _plan(model: nn.Module, device: torch.device) -> Plan:
-    """Offload every layer's states to the next tier, and swap its saved tensors there."""
-    tier: TierName = "disk" if on_host(device) else "host"
-    schedule = Schedule(forward_lead=1, backward_lead=1, swap_lead=1, swap_drain=1, update_drain=1)
-    first, last = (
-        UnitPlan(name=name, kind="part", activations=KEEP, states=PERSISTENT)
-        for name in ("(input)", "(output)")
-    )
-    layers = tuple(
-        UnitPlan(
-            name=f"layers.{number}",
-            activations=Activations(tier=tier),
-            states=Placement(tier=tier),
-            schedule=schedule,
-        )
-        for number in range(_LAYERS)
-    )
-    workload = Workload(
-        model="the probe's layers",
-        model_config="",
-        batch_size=_LAYER_WIDTH,
-        seq_len=1,
-        dtype="float32",
-        device=device.type,
-        seed=0,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return plan_to_measure(model, (first, *layers, last), workload)

@@ -13,8 +13,9 @@ from typing import Unpack
 import torch
 from torch import nn
 
+from protrain_plan.hardware.overheads import measure_overheads
 from protrain_plan.hardware.probe import BRIEF, Progress, Watch, probe
-from protrain_plan.hardware.speeds import Stepped, measure_overheads, update_speeds
+from protrain_plan.hardware.speeds import Stepped, update_speeds
 from protrain_plan.models.batches import Batch, first_of, of_one_size, with_batch_sizes
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import ModelSource

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from protrain_plan.hardware.speeds import plan_to_measure
+from protrain_plan.hardware.overheads import plan_to_measure
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, OptimizerFactory, optimizer_factory
 from protrain_plan.profiling.structure import whereabouts

@@ -8,7 +8,7 @@ Overlapping steps run until one leaves what it found: that step repeats.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from operator import add
@@ -17,8 +17,8 @@ from typing import Literal
 from protrain_plan.simulation.group import collective_seconds
 from protrain_plan.simulation.rates import rates
 from protrain_runtime.contract.program.effects import BoundProgram, update_seconds
-from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE
-from protrain_runtime.contract.records.hardware import is_accelerator
+from protrain_runtime.contract.program.program import UPDATE_ON_DEVICE, MoveKind
+from protrain_runtime.contract.records.hardware import LaunchKind, is_accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,38 @@ def _work(program: BoundProgram) -> list[float]:
     return work
 
 
+_LAUNCHED_AS: Mapping[MoveKind, LaunchKind] = {
+    "fetch": "fetch",
+    "swap in": "swap",
+    "swap out": "swap",
+    "spill gradients": "spill gradients",
+    "update": "update",
+}
+
+
+def launch_seconds(program: BoundProgram) -> list[float]:
+    """Seconds of every move in the thread that launches, or that computes on a CPU.
+
+    Those of its kind where they were measured, else `move_s`.
+    """
+    hardware = program.profile.hardware
+    costs = {cost.kind: cost for cost in hardware.launches}
+    if not costs:
+        return [hardware.move_s] * len(program.moves)
+    tensors, found = program.implications.tensor_counts, list[float]()
+    for move in program.moves:
+        kind, part = _LAUNCHED_AS.get(move.kind), move.share[1] - move.share[0]
+        if pieces := move.stop - move.start:
+            state = program.states[move.unit]
+            kind = "streamed update" if state.decision.update_on_device else kind
+            part = pieces / state.own.num_parameters
+        cost = costs.get(kind) if kind else None
+        found.append(
+            cost.seconds + cost.tensor_s * tensors[move.unit] * part if cost else hardware.move_s
+        )
+    return found
+
+
 def slot_seconds(program: BoundProgram) -> list[float]:
     """Compute seconds of every slot, recomputation and updates in backward included."""
     costs = [option.cost for option in program.activations]
@@ -113,6 +145,7 @@ def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
     A processor computes in that thread, without launches.
     """
     move_s, costs = program.profile.hardware.move_s, [each.cost for each in program.activations]
+    handling_s = launch_seconds(program)
     # The optimizer updates persistent chunks and shards on the device; updates in backward take
     # their time there.
     end, update_s = len(program.slots), 0.0
@@ -120,8 +153,10 @@ def occupied_seconds(program: BoundProgram) -> tuple[list[float], list[float]]:
         stepped = sum(state.num_stepped for state in program.states if state.step_slot == end)
         update_s = stepped / program.profile.optimizer.device_parameters_per_s
     computing = [*slot_seconds(program), update_s]
-    handling = [move_s * (len(slot.submit) + len(slot.finish)) for slot in program.slots]
-    handling.append(move_s * len(program.last))
+    handling = [
+        sum(handling_s[number] for number in (*slot.submit, *slot.finish)) for slot in program.slots
+    ]
+    handling.append(sum(handling_s[number] for number in program.last))
     if not is_accelerator(program.device):
         return list(map(add, computing, handling)), [0.0] * len(computing)
     launching = [

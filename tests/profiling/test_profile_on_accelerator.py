@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from protrain_plan.hardware.overheads import measure_overheads
 from protrain_plan.hardware.probe import probe
-from protrain_plan.hardware.speeds import measure_overheads
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.planner import plan as solve
@@ -27,6 +27,7 @@ from protrain_plan.profiling.rehearsal import ALLOWANCE_BYTES, Reserve
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import BLOCK_BYTES
+from protrain_runtime.contract.records.hardware import LaunchKind
 from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.records.profile import DType, Profile, Workload
 from protrain_runtime.devices import device as devices
@@ -253,6 +254,9 @@ def test_a_probe_measures_the_link_and_what_lanes_take_from_compute(
     assert [tier.name for tier in hardware.tiers] == ["host", "disk"]
     assert 1e6 < hardware.tier("host").link.read_bytes_per_s < 1e12
     assert 1e-6 < hardware.move_s < 0.1
+    assert {cost.kind for cost in hardware.launches} == set(get_args(LaunchKind))
+    for cost in hardware.launches:  # by one parameter and nine
+        assert 1e-6 < cost.seconds + 9 * cost.tensor_s < 0.1
     for both in (hardware.read_contention, hardware.write_contention, hardware.update_contention):
         assert 0 < both.compute <= 1
         assert 0 < both.lane <= 1

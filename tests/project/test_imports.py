@@ -73,6 +73,7 @@ WITH_TORCH = (
     "protrain_plan.hardware.operators",
     "protrain_plan.hardware.kept_probes",
     "protrain_plan.hardware.probe",
+    "protrain_plan.hardware.overheads",
     "protrain_plan.hardware.speeds",
     "protrain_plan.models",
     "protrain_plan.profiling",

@@ -1,6 +1,7 @@
 """Timelines, stalls and reports against ones computed by hand, and laws of random steps."""
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -13,11 +14,23 @@ from hypothesis import strategies as st
 
 from protrain_plan.simulation.critical_path import critical_path, waits_of
 from protrain_plan.simulation.report import in_words, report
-from protrain_plan.simulation.timeline import first_step_seconds, simulate, simulated_seconds
+from protrain_plan.simulation.timeline import (
+    first_step_seconds,
+    launch_seconds,
+    simulate,
+    simulated_seconds,
+)
 from protrain_runtime.contract.program.compiling import bind
 from protrain_runtime.contract.program.effects import BoundProgram, Implications
 from protrain_runtime.contract.program.memory import device_bytes
-from protrain_runtime.contract.records.hardware import Contention, Hardware, Link, Tier
+from protrain_runtime.contract.records.hardware import (
+    Contention,
+    Hardware,
+    LaunchKind,
+    Link,
+    MoveLaunch,
+    Tier,
+)
 from protrain_runtime.contract.records.plan import (
     KEEP,
     PERSISTENT,
@@ -233,6 +246,44 @@ def test_an_accelerator_waits_where_its_launches_fall_behind() -> None:
     assert found["forward 1"] == [2, 3]  # as long as it computes: the thread is ahead
     assert found["backward 1"] == [3, 5]
     assert found["backward 0"] == [6, 10]
+
+
+def test_moves_are_launched_in_seconds_of_their_kind() -> None:
+    """By the parameters that they move, where a machine says so; one second for all others."""
+    costs: list[tuple[LaunchKind, float, float]] = [
+        ("fetch", 1.0, 0.5),
+        ("spill gradients", 3.0, 0.25),
+        ("update", 0.0, 4.0),
+        ("streamed update", 5.0, 1.0),
+    ]
+    launches = tuple(MoveLaunch(kind=kind, seconds=a, tensor_s=b) for kind, a, b in costs)
+    tensors = (
+        "embedding.weight 8x8 float32 trainable",
+        "layers.0-1.a.weight 8x8 float32 trainable",
+        "layers.0.b.weight 8x8 float32 frozen",
+        "layers.1.b.scale 8x8 float32 buffer",
+    )
+    profile = two_units(replace(machine(), move_s=7.0, launches=launches))
+    both: Decision = (Activations(tier="host"), *OFFLOADED[1:])
+    streamed: Decision = (KEEP, Placement(tier="host", update_on_device=True), Schedule())
+    program = program_of(
+        both, streamed, profile=replace(profile, tensors=tensors), piece_bytes=2000 * MB
+    )
+    found = defaultdict[tuple[str, int], list[float]](list)
+    for move, seconds in zip(program.moves, launch_seconds(program), strict=True):
+        found[move.kind, move.unit].append(round(seconds, 6))
+    third = 5.333333  # of a parameter, in a piece
+    assert found == {
+        ("fetch", 0): [2.0, 2.0],  # two parameters, forward and backward
+        ("swap out", 0): [7.0],
+        ("swap in", 0): [7.0],
+        ("spill gradients", 0): [3.5],
+        ("update", 0): [8.0],
+        ("fetch", 1): [1.5],
+        ("read states", 1): [third] * 3,
+        ("update", 1): [third] * 3,
+        ("write states", 1): [third] * 3,
+    }
 
 
 @pytest.mark.parametrize(("lead", "period"), [(1, 9.2), (0, 10.2)])

@@ -7,6 +7,8 @@ planner's models take their coefficients. A placement's moves follow from the ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import accumulate
 from math import inf
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -32,6 +34,7 @@ from protrain_runtime.contract.program.program import (
     residencies,
     shard_of,
 )
+from protrain_runtime.contract.records.folding import unfolded
 from protrain_runtime.contract.records.hardware import DeviceKind, TierName, is_accelerator
 from protrain_runtime.contract.records.plan import (
     Activations,
@@ -250,6 +253,21 @@ class Implications:
         self.known_rates: dict[object, tuple[dict[int, Any], dict[int, Any]]] = {}
         self._activations: dict[tuple[int, Activations], ActivationOption] = {}
         self._states: dict[tuple[int, Placement], StateOption] = {}
+
+    @cached_property
+    def tensor_counts(self) -> list[int]:
+        """The number of each unit's parameters, by the names in the profile's `tensors`."""
+        units = self.profile.units
+        owners = {unit.name: number for number, unit in enumerate(units)}
+        owners |= {name: number for number, unit in enumerate(units) for name in unit.parameters}
+        counts = [0] * len(units)
+        for name, content in unfolded(self.profile.tensors).items():
+            if content.endswith((" trainable", " frozen")):
+                parents = accumulate(name.split("."), "{}.{}".format)
+                found = [owners[parent] for parent in parents if parent in owners]
+                for number in found[-1:]:  # the innermost
+                    counts[number] += 1
+        return counts
 
     def activations(self, index: int, decision: Activations) -> ActivationOption:
         """The option for unit `index`'s activations; KeyError without costs."""

@@ -177,8 +177,8 @@ class Interconnect:
     `contention` is that of compute and a collective. `link_share` is the fraction of its own speed
     that a collective, and a link to a lower tier, keep while both run: 1 for independent ways, 0.5
     for one that both share. `library_bytes` are what the library of collectives holds on each
-    device besides tensors. `below` says what the capacities of the tiers, the disk's speed and that
-    of the optimizer on the host are: of the node, so that its ranks share them, or each device's.
+    device besides tensors. `below`: whether the tiers' capacities, the disk's speed and the host
+    optimizer's are the node's, shared by its ranks, or each device's.
     """
 
     devices_per_node: limits.Count
@@ -208,6 +208,23 @@ KEPT_PROBE = "reused from an earlier profile: protrain profile --probe measures 
 """One of the `sources` of a machine that was not probed anew."""
 
 
+LaunchKind = Literal["fetch", "swap", "spill gradients", "update", "streamed update"]
+"""Kinds of moves by what the launching thread does for them: a "streamed update" is a read, a step
+or a write of states that the device updates from below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveLaunch:
+    """Processor seconds of the launching thread for a move of a kind.
+
+    `seconds`, and `tensor_s` for each of its unit's parameters, or its share of them.
+    """
+
+    kind: LaunchKind
+    seconds: limits.Seconds
+    tensor_s: limits.Seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One machine: a device, the tiers below it in order of distance, and how lanes interfere.
@@ -216,9 +233,8 @@ class Hardware:
     `published_error` says how far these seconds were from published runs, where none were measured
     on the machine itself; `sources` say where the numbers are from. `move_s` is what a move takes
     of the thread that computes, or that launches compute on an accelerator, to be submitted and
-    ended.
-    `price_per_hour` is that of one device with its part of a node, in any currency; `power_w` is
-    what one device's board takes at most, in watts, as its data sheet says. 0: it is not said.
+    ended; `launches` have it by kind, where measured. `price_per_hour` is of one device with its
+    part of a node, in any currency, `power_w` its board's maximum in watts; 0: unknown.
     """
 
     name: str
@@ -231,6 +247,7 @@ class Hardware:
     interconnect: Interconnect | None = None
     sources: tuple[limits.Lines, ...] = ()
     move_s: limits.Seconds = 0.0
+    launches: tuple[MoveLaunch, ...] = ()
     price_per_hour: limits.Price = 0.0
     published_error: PublishedError | None = None
     power_w: limits.Factor = 0.0
