@@ -50,6 +50,7 @@ from protrain_plan.planning.search.improving import (
 )
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
 from protrain_plan.simulation.timeline import (
+    SAME_S,
     first_step_seconds,
     host_update_seconds,
     simulated_seconds,
@@ -591,7 +592,7 @@ def solve_any(
         bounds[number] = prediction.lower_bound_seconds
         if not below.is_vain(bounds[number]):  # otherwise the search was given up
             seconds[number] = prediction.step_seconds
-        if prediction.step_seconds < best_s:
+        if prediction.step_seconds < best_s - SAME_S:
             best, best_s = found, prediction.step_seconds
             seconds[number] = best_s
             known.append(found.plan.units)
