@@ -176,22 +176,15 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
         varies=sketch.varies,
         allowed=options.get("allow", ()),
     )
-    progress("done", 1.0)
-    return Tally.of(profile, work, ran, _update_work(by_itself, workload, optimizer))
-
-
-def _update_work(rules: UpdateRules, workload: Workload, optimizer: str) -> UpdateWork:
-    """Bytes that a step moves.
-
-    In host memory, the device's copies of each parameter use the same bandwidth: its gradient, and
-    itself for forward and for backward.
-    """
-    stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
     stored = parameter_dtype(workload.dtype, workload.precision)
+    stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
     moved = 2.0 * stepped.itemsize + stored.itemsize  # read, written; the gradient
-    moved += 2 * rules.of(stepped).element_bytes
+    moved += 2 * by_itself.of(stepped).element_bytes
     if stored != stepped:
         moved += stored.itemsize  # the parameters in the compute dtype
-    return UpdateWork(
-        device_bytes=moved, host_bytes=moved + 3 * stored.itemsize, host_share=host_share(optimizer)
-    )
+    # In host memory the device's copies of each parameter use the same bandwidth: its gradient, and
+    # itself for forward and for backward.
+    in_host = moved + 3 * stored.itemsize
+    update = UpdateWork(device_bytes=moved, host_bytes=in_host, host_share=host_share(optimizer))
+    progress("done", 1.0)
+    return Tally.of(profile, work, ran, update)

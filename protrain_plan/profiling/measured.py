@@ -4,7 +4,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -172,7 +172,7 @@ def measure_model(
         stack.callback(let_pack)
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
-        passes.drop_gradients(model)
+        model.zero_grad()
         stack.enter_context(undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
         stack.callback(switch_off_caches(model))
@@ -194,7 +194,10 @@ def measure_model(
         viewed = dict.fromkeys(rehearsal.held_views, HELD_VIEW)
         structure = replace(structure, stays={**viewed, **structure.stays})
         fixed_bytes = structure.fixed_bytes + measuring.reserve.library_bytes()
-        units, left_bytes = measuring.counted(structure)
+        measuring.clock("counting bytes", 0.2)
+        with stubs_in_place(measuring.found, measuring.classes):
+            units, left_bytes = measure_bytes(model, batch, structure, measuring.reserve.meter)
+        units = without_falls(filled(units, measuring.classes))
         seconds, launching = measuring.slot_seconds(units, structure.kept, num_steps)
     progress, workload = measuring.clock, measuring.workload
     if machine is None:
@@ -278,12 +281,8 @@ class _Measuring:
             passes.training_step(model, batch)
         grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
         self.sparse = {n for n, g in grads if g is not None and g.layout != torch.strided}
-        passes.drop_gradients(model)
+        model.zero_grad()
         refuse_sparse(self.sparse, self.optimizer, self.workload)
-
-    def _without_equals(self) -> AbstractContextManager[object]:
-        """Count bytes of equal blocks once."""
-        return stubs_in_place(self.found, self.classes) if self.running is None else nullcontext()
 
     def analyzed(self) -> ModelStructure:
         """The bytes that units save, by form."""
@@ -300,7 +299,7 @@ class _Measuring:
             self.classes = equal_blocks(self.model, self.found, self.batch, alone=once)
         else:
             self.classes = self.block_classes
-        with self._without_equals():
+        with stubs_in_place(self.found, self.classes):
             return analyze_units(
                 self.model,
                 self.batch,
@@ -334,16 +333,9 @@ class _Measuring:
                 optimizer=self.optimizer,
                 absent=self.block_classes.stubbed,
                 staying=structure.stays.keys() | by_rows,
-                swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
+                swapped_bytes=sum(sum(saved.pieces) for saved in structure.saved["keep"]),
                 timed=timed and self.running is None,
             )
-
-    def counted(self, structure: ModelStructure) -> tuple[list[Unit], int]:
-        """The units with their bytes, and bytes left after a step."""
-        self.clock("counting bytes", 0.2)
-        with self._without_equals():
-            units, left = measure_bytes(self.model, self.batch, structure, self.reserve.meter)
-        return without_falls(filled(units, self.classes)), left
 
     def slot_seconds(
         self, units: Sequence[Unit], kept: Set[int], num_steps: int | None

@@ -8,7 +8,7 @@ Estimates go by the same look at fake tensors (`sketch_and_model`).
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -150,7 +150,15 @@ def sketch_and_model(
     progress: Progress = lambda *_: None,
 ) -> tuple[Sketch, nn.Module]:
     """The sketch of a source's model on fake tensors, with `forms` and `meter`, and the model."""
-    with _settled(), faking(workload.device) as mode, without_values(source.name):
+    with ExitStack() as stack:
+        # Every step collects garbage before it is counted, and would look through a million
+        # objects, libraries' mostly. Garbage of before is no part of the count, and stays.
+        if not gc.get_freeze_count():
+            stack.callback(gc.unfreeze)
+        gc.freeze()
+        stack.enter_context(collected(USUAL))
+        mode = stack.enter_context(faking(workload.device))
+        stack.enter_context(without_values(source.name))
         progress("building the model", 0.05)
         model = fake_model(source, workload)
         refuse_parameters(model, source=source.name)
@@ -158,7 +166,7 @@ def sketch_and_model(
         switch_off_caches(model)
         batch = fake_batch(mode, given)
         gc.freeze()  # what building has imported, too
-        with undisturbed(model), ExitStack() as stack:
+        with undisturbed(model):
             progress("finding units", 0.2)
             start, execution = fullest(model, batch)
             stack.enter_context(starting_from(model, start))
@@ -194,23 +202,6 @@ def sketch_and_model(
                 varies=str(varies or ""),
             )
     return sketch, model
-
-
-@contextmanager
-def _settled() -> Iterator[None]:
-    """Leave what is in memory already, libraries mostly, out of the search for garbage.
-
-    Every step collects garbage before it is counted, and would look through a million objects.
-    Garbage of before is no part of the count, and stays until the end.
-    """
-    frozen_by_others = gc.get_freeze_count() > 0
-    gc.freeze()
-    try:
-        with collected(USUAL):
-            yield
-    finally:
-        if not frozen_by_others:
-            gc.unfreeze()
 
 
 def build_sparsely(

@@ -73,7 +73,7 @@ def test_bytes_are_those_of_the_whole_model(name: str) -> None:
     batch = next(batches)
     with undisturbed(model), stubs_in_place(found, sketch.block_classes):
         passes.training_step(model, batch)
-        passes.drop_gradients(model)
+        model.zero_grad()
         anatomy = analyze_units(model, batch, found, precision=workload.precision)
         units = measure_bytes(model, batch, anatomy, MemoryMeter)[0]
     assert (

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling.memory.lasting import identities
 from protrain_plan.profiling.memory.passes import SlotWatch, watched
-from protrain_plan.profiling.memory.saved import Packed, TrackedStorages, identities
+from protrain_plan.profiling.memory.saved import Packed, TrackedStorages
 from protrain_plan.profiling.structure.discovery import FoundUnit, undisturbed
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import INDEX_PUTS, Allocator
-from protrain_plan.profiling.memory.saved import identities
+from protrain_plan.profiling.memory.lasting import identities
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.trees import tensors_in

@@ -48,7 +48,7 @@ from protrain_runtime.devices.memory_meter import Segment, storage_bytes
 from protrain_runtime.states.chunk_layouts import make_chunk, unit_parameters
 from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
 from protrain_runtime.states.parameters import of_one_storage, overlapping
-from protrain_runtime.states.quantized import absent_scale_bytes
+from protrain_runtime.states.quantized import scales
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
 
@@ -82,10 +82,6 @@ class ModelStructure:
     last_forms: Sequence[Form] = ()
     block: int = 1
     variation: Variation | None = None
-
-    @property
-    def modules(self) -> list[nn.Module | None]:
-        return [unit.module for unit in self.found]
 
     def described(self, representatives: Sequence[int]) -> list[UnitPlan]:
         """The units as a plan names them, with nothing decided and the inputs of those that ran."""
@@ -174,7 +170,8 @@ def analyze_units(
     stepped = {part.name: part.rule(rules) for part in parts if part.trainable}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     held_inputs = sum(in_blocks(size, block) for unit in keep for size in unit.shared_inputs)
-    base += lasting.num_bytes(block=block) + held_inputs + absent_scale_bytes(model, block=block)
+    absent = sum(in_blocks(scale.nbytes, block) for scale in scales(model) if scale.is_meta)
+    base += lasting.num_bytes(block=block) + held_inputs + absent
     if not on_blocks:
         # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in
         # flight, and one element is there for an offloaded parameter; losses and their gradients
@@ -282,7 +279,7 @@ def measure_bytes(
     and for each form in which other inputs leave, and one for each mixture where the model is more
     than a chain.
     """
-    keep, modules = structure.saved["keep"], structure.modules
+    keep, modules = structure.saved["keep"], [unit.module for unit in structure.found]
     # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
     # row for every time that it is read.
     arrived: dict[str, int] = {}
@@ -330,7 +327,7 @@ def measure_bytes(
         for form in structure.last_forms:
             with suppress(Exception):  # any code of the model runs here, and refusals of the form
                 last[form] = _levels(segments(batch, form), structure, arrived)
-            passes.drop_gradients(model)
+            model.zero_grad()
         varies = structure.variation
         for start, other in varies.steps if varies and not varies.by_values else ():
             with starting_from(model, start):

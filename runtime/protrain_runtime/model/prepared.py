@@ -87,12 +87,6 @@ def thread_guard_of(model: nn.Module) -> ThreadGuard | None:
     return engine.thread_guard if engine else None
 
 
-def plan_of(model: nn.Module) -> Plan | None:
-    """The plan of a model; None without one."""
-    prepared = prepared_of(model)
-    return prepared.plan if prepared else None
-
-
 def below_device(model: nn.Module) -> tuple[int, int]:
     """Bytes in host memory and on disk that a model's plan takes."""
     prepared = prepared_of(model)

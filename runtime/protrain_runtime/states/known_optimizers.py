@@ -17,7 +17,7 @@ class Known:
 
     blocks     of an optimizer: elements of a block of its states, and of the smallest parameter
                whose states are of blocks
-    guarded    none may be made, or step, beside another
+    in_turn    none may be made, or step, beside another
     by_lines   its fused kernel shares tensors out among PyTorch's threads by whole cache lines
     is_kernel  its fused step is `torch._fused_adam_` or `_fused_adamw_`, and nothing else
     """

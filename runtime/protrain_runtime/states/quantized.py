@@ -42,7 +42,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.program import in_blocks
 
 STATE = "quant_state"
 """The attribute with the scales of a 4-bit weight and its layer."""
@@ -114,12 +113,6 @@ def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def scales(model: nn.Module) -> list[torch.Tensor]:
     """`named_scales` without names."""
     return [tensor for _, tensor in named_scales(model)]
-
-
-def absent_scale_bytes(model: nn.Module, *, block: int = 1) -> int:
-    """Bytes, in whole blocks per scale, of scales of layers on `meta` while others run."""
-    absent = [scale for scale in scales(model) if scale.is_meta]
-    return sum(in_blocks(scale.numel() * scale.itemsize, block) for scale in absent)
 
 
 def _with_tensors(state: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:

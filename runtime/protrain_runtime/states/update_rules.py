@@ -332,8 +332,18 @@ class _Trial:
             reason = self._differs(tried, cuts=cuts)
             if reason and tried == shape and not self._differs(tried, cuts=False):
                 reason, least = "", shape.numel()  # a small one may go as it is, in one range
-        if reason:
-            return self._whole(shape, reason)
+        if reason:  # with the bytes of all states
+            tried = smaller(shape, _SMALL)
+            sizes = _sizes(self._state(tried)[0])
+            if tried != shape:
+                alike = self._without_values(tried) == sizes
+                sizes = (alike and self._without_values(shape)) or _sizes(self._state(shape)[0])
+            return UpdateRule(
+                scalars=tuple(size for number, size in sizes if number <= 1),
+                block=0,
+                reason=reason,
+                whole=tuple(number * size for number, size in sizes if number > 1),
+            )
         least = max(least, COMPILED_SPAN) if self._compiled else least
         return replace(found, block=block, least=least, compiled=self._compiled)
 
@@ -409,20 +419,6 @@ class _Trial:
             reason = f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
         self._known[shape, cuts] = reason
         return reason
-
-    def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
-        """The rule of parameters that cannot be cut, with the bytes of all states."""
-        tried = smaller(shape, _SMALL)
-        sizes = _sizes(self._state(tried)[0])
-        if tried != shape:
-            alike = self._without_values(tried) == sizes
-            sizes = (alike and self._without_values(shape)) or _sizes(self._state(shape)[0])
-        return UpdateRule(
-            scalars=tuple(size for number, size in sizes if number <= 1),
-            block=0,
-            reason=reason,
-            whole=tuple(number * size for number, size in sizes if number > 1),
-        )
 
     def _without_values(self, shape: torch.Size) -> list[tuple[int, int]] | None:
         """Elements and bytes of an element of each state, from a step on fake tensors.
