@@ -470,11 +470,6 @@ def _cuda_embedding_backward(call: OperatorCall) -> int:
     return int(8 * 8 * count + 4 * segments * gradient.shape[-1] + _SCRATCH_BYTES)
 
 
-def _cuda_sort(call: OperatorCall) -> int:
-    """Keys and values twice."""
-    return 4 * 8 * call.given.numel() + _SCRATCH_BYTES
-
-
 CUDA_WORKSPACES: dict[Any, Workspace] = {
     **dict.fromkeys(
         (
@@ -498,8 +493,11 @@ CUDA_WORKSPACES: dict[Any, Workspace] = {
     aten.native_layer_norm_backward.default: lambda call: (
         2 * 64 * 4 * math.prod(call["normalized_shape"])
     ),
-    aten.sort.default: _cuda_sort,
-    **dict.fromkeys(INDEX_PUTS, _cuda_sort),
+    # Keys and values twice.
+    **dict.fromkeys(
+        (aten.sort.default, *INDEX_PUTS),
+        lambda call: 4 * 8 * call.given.numel() + _SCRATCH_BYTES,
+    ),
     # A bound: operands that the library cannot read in place are copied.
     aten.bmm.default: lambda call: contiguous(*call.inputs),
     PACKED_PRODUCT: packed_product,

@@ -29,6 +29,7 @@ import importlib
 import itertools
 import random
 from collections.abc import Callable, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -129,10 +130,6 @@ def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> Non
     )
 
 
-class _NotOneByOneError(Exception):
-    """A model that does not set its weights one by one, or writes to them afterwards."""
-
-
 def packed_as_drawn(
     build: Callable[[], nn.Module], kind: Quantize, *, dtype: DType, seed: int, source: str
 ) -> nn.Module:
@@ -159,12 +156,13 @@ def packed_as_drawn(
     numbers = {n for n, layer in enumerate(order) if layer in before and layer not in left}
     del sketch, before, left
     order.clear()
-    try:
-        _begin(seed)  # whatever the sketch drew
-        return _drawn_one_by_one(build, library, kind, numbers, TORCH_DTYPES[dtype])
-    except (_NotOneByOneError, RuntimeError):
-        _begin(seed)
-        return build()
+    _begin(seed)  # whatever the sketch drew
+    with suppress(RuntimeError):
+        made = _drawn_one_by_one(build, library, kind, numbers, TORCH_DTYPES[dtype])
+        if made is not None:
+            return made
+    _begin(seed)
+    return build()
 
 
 def _begin(seed: int) -> None:
@@ -178,7 +176,8 @@ def _drawn_one_by_one(
     kind: Quantize,
     numbers: Set[int],
     dtype: torch.dtype,
-) -> nn.Module:
+) -> nn.Module | None:
+    """The model; None if it does not set its weights one by one, or writes to them afterwards."""
     base: Any = importlib.import_module("transformers").PreTrainedModel
     reset, initialize = nn.Linear.reset_parameters, base._initialize_weights
     count = itertools.count()
@@ -207,7 +206,7 @@ def _drawn_one_by_one(
     ):
         model = build()
     if waiting or any(weight._version != version for weight, version in packed):
-        raise _NotOneByOneError
+        return None
     return model
 
 

@@ -26,7 +26,7 @@ from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, host_share, optim
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.memory.lasting import Loaded
+from protrain_plan.profiling.memory.lasting import added_bytes
 from protrain_plan.profiling.memory.unit_bytes import without_falls
 from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse, told_of_steps
 from protrain_plan.profiling.tally import Tally, UpdateWork, library_bytes, rates_of
@@ -40,6 +40,8 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
 from protrain_runtime.contract.records.hardware import DeviceKind, Hardware
 from protrain_runtime.contract.records.profile import SPARSE, Profile, Workload
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import reachable
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors
 from protrain_runtime.states.update_rules import UpdateRules
 
@@ -110,11 +112,11 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
             fix="profile on the device, or --optimizer adamw8bit, whose kernels are known",
         )
     progress("reading a batch", 0.0)
-    loaded = Loaded() if kind == "cpu" else None
+    before = reachable(devices.HOST) if kind == "cpu" else None
     # Held while bytes are counted: references to a batch take memory in a run, too.
     batches = source.batches(workload, text=options.get("text"))
     given = first_of(batches, source=source.name)
-    data_bytes = 0 if loaded is None else loaded.num_bytes(given)
+    data_bytes = 0 if before is None else added_bytes(before, given)
     steps: list[OperatorLog] = []
 
     def meter() -> FakeMeter:

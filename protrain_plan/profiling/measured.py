@@ -322,11 +322,15 @@ class _Measuring:
             for chunk in structure.chunks
             if any(part.name in self.sparse for part in chunk.slices)
         }
+        units = [  # with the inputs of those that ran
+            replace(unit, own_inputs=structure.units[ran].own_inputs)
+            for unit, ran in zip(structure.units, self.classes.representatives, strict=True)
+        ]
         with holding_nothing(self.model, device_of(self.model)):  # of units that do not run
             return rehearse(
                 self.model,
                 self.batch,
-                structure.described(self.classes.representatives),
+                units,
                 self.workload,
                 spill_directory,
                 self.reserve,

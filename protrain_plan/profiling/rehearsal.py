@@ -251,7 +251,7 @@ def _all_moved(
     swapped_bytes: int,
 ) -> tuple[list[UnitPlan], list[nn.Parameter]]:
     """The units with everything offloaded and swapped, and the parameters that are trained."""
-    of_units = unit_parameters(model, [(unit.kind, unit.name, unit.parameters) for unit in units])
+    of_units = unit_parameters(model, units)
     missing = {p for index in absent for _, p in of_units[index]}
     trained = [p for p in model.parameters() if p.requires_grad and p not in missing]
     sizes = [

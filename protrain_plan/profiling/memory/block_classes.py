@@ -205,9 +205,7 @@ class _Making(NothingCompiled, TorchDispatchMode):
     def _held(self, keys: Iterable[int]) -> bool:
         return any(self._known[key].held_elsewhere() for key in keys)
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
             return asked(func, args, kwargs or {})
         if func._schema.is_mutable:  # perhaps of a block's output, after its end

@@ -212,9 +212,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
             raise RuntimeError("FakeMeter: segments are known after the with block has ended")
         return self._segments
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         numbered = self._keep_number(func, args) if self._allocator.python_scalars else None
         if func.namespace == "prim":

@@ -103,18 +103,11 @@ def other_bytes(model: nn.Module) -> int:
     return _bytes_besides(reachable(device_of(model)), storages_of(own).keys())
 
 
-class Loaded:
-    """Bytes that a source adds to host memory from here on, such as a data set."""
-
-    def __init__(self) -> None:
-        self._held = reachable(devices.HOST)  # so that their identities are not reused
-        self._before = storages_of(self._held).keys()
-
-    def num_bytes(self, batch: Batch) -> int:
-        """Bytes of host tensors added since, except a batch's."""
-        known = self._before | storages_of(tensors_in(batch)).keys()
-        gc.collect()
-        return _bytes_besides(reachable(devices.HOST), known)
+def added_bytes(before: Iterable[torch.Tensor], batch: Batch) -> int:
+    """Bytes of host tensors, such as a data set's, besides a batch's and those of `before`."""
+    known = storages_of([*before, *tensors_in(batch)]).keys()
+    gc.collect()
+    return _bytes_besides(reachable(devices.HOST), known)
 
 
 def _bytes_besides(tensors: Iterable[torch.Tensor], known: Set[int]) -> int:

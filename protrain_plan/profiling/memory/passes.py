@@ -262,15 +262,11 @@ def swapped_segments(
         packed[-1].append(ref(held))
         return held
 
-    def unpack(held: _Held) -> torch.Tensor:
-        assert held.tensor is not None, "there is no backward"
-        return held.tensor
-
     watch = SlotWatch(on_slot)
     with watched(model, modules, forms, watch, kept=kept, may_skip=True), counting:
         _warm(model, batch, num_warm)
         packed.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
         watch.enter(len(modules) - 1, ())  # skipped blocks have not begun it
         counting.mark("end")

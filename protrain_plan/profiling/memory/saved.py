@@ -114,9 +114,7 @@ class _LossSeen(TorchFunctionMode):
 
     seen = False
 
-    def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is cross_entropy and not torch.compiler.is_compiling():
             self.seen = True
         return func(*args, **(kwargs or {}))
@@ -124,13 +122,11 @@ class _LossSeen(TorchFunctionMode):
 
 def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
     """Texts of the differentiated tensors; without any, of the first floating-point one."""
-
-    def dtype(tensor: torch.Tensor) -> str:
-        return str(tensor.dtype).removeprefix("torch.")
-
-    real = [one for one in tensors if dtype(one) in HANDED_SIZES and one.layout == torch.strided]
+    dtypes = {one.dtype: str(one.dtype).removeprefix("torch.") for one in tensors}
+    strided = [one for one in tensors if one.layout == torch.strided]
+    real = [one for one in strided if dtypes[one.dtype] in HANDED_SIZES]
     handed = [one for one in real if one.requires_grad] or real[:1]
-    return tuple(f"{'x'.join(map(str, one.shape)) or '1'} {dtype(one)}" for one in handed)
+    return tuple(f"{'x'.join(map(str, one.shape)) or '1'} {dtypes[one.dtype]}" for one in handed)
 
 
 @dataclass(slots=True)

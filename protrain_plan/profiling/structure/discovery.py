@@ -246,9 +246,7 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
             )
         )
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":  # questions that fake tensors ask about themselves
             return asked(func, args, kwargs or {})
         self.asks |= torch.Tag.data_dependent_output in func.tags

@@ -100,9 +100,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._overwritten: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return asked(func, args, kwargs)

@@ -324,9 +324,7 @@ class _Reads(TorchFunctionMode):
         self.tensors = list(tensors)
         self.any = False
 
-    def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
         self.any |= any(id(tensor) in given for tensor in self.tensors)
         return func(*args, **(kwargs or {}))

@@ -59,6 +59,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if given and not isinstance(given[0], Mapping):
             given = [{"params": given}]  # one group, as in PyTorch
         self.factory, self.inner = factory, factory([dict(group) for group in given])
+        self.kind = type(self.inner)  # the user's class, which updates
         # By identity: calls no code of a parameter's.
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._chunks: Sequence[Chunk] = ()
@@ -72,11 +73,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.inner.param_groups, self.inner.state = groups, states
         self.__dict__["param_groups"] = groups
         self._states = self.__dict__["state"] = PlannedStates(self.inner)
-
-    @property
-    def kind(self) -> type[torch.optim.Optimizer]:
-        """The user's class, which updates."""
-        return type(self.inner)
 
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
         """Take charge of `chunks`; `engine` updates the offloaded ones."""

@@ -146,18 +146,18 @@ def _own_part(
 
 
 def unit_parameters(
-    model: nn.Module, units: Sequence[tuple[str, str, Sequence[str]]]
+    model: nn.Module, units: Sequence[UnitPlan]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of each (kind, name, listed parameters); tied ones by their first name."""
+    """Each unit's parameters by name; tied ones by their first name."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
     canonical = {parameter: name for name, parameter in model.named_parameters()}
-    listed = {canonical[by_name[name]] for _, _, names in units for name in names}
+    listed = {canonical[by_name[name]] for unit in units for name in unit.parameters}
     taken: set[str] = set()
     chunks: list[list[tuple[str, nn.Parameter]]] = []
-    for kind, unit_name, names in units:
-        own = [canonical[by_name[name]] for name in names]
-        if kind == "block":
-            module = model.get_submodule(unit_name)
+    for unit in units:
+        own = [canonical[by_name[name]] for name in unit.parameters]
+        if unit.kind == "block":
+            module = model.get_submodule(unit.name)
             inside = [canonical[parameter] for parameter in module.parameters()]
             own.extend(name for name in inside if name not in listed)
         fresh = [name for name in dict.fromkeys(own) if name not in taken]
@@ -175,9 +175,8 @@ def make_chunks(
 ) -> list[Chunk]:
     """Make one chunk per unit; `ranks` shard those that are not persistent."""
     index_of = {unit.name: index for index, unit in enumerate(units)}
-    shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
     chunks: list[Chunk] = []
-    for index, parameters in enumerate(unit_parameters(model, shape)):
+    for index, parameters in enumerate(unit_parameters(model, units)):
         users = (index, *(index_of[name] for name in units[index].also_used_by))
         if ranks is None or units[index].states.is_persistent or not parameters:
             own = users if parameters else ()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.states.stepping import OptimizerFactory, kind_of
+from protrain_runtime.states.stepping import OptimizerFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def _refuse_overrides(optimizer: Any) -> None:
     ):
         return
     named = {
-        f"{kind_of(module)}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
+        f"{type(module).__name__}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
         for module, name, options in manager.module_weight_config_triple
     }
     raise ProtrainError(

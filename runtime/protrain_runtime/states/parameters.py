@@ -19,33 +19,29 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first, first + span * tensor.itemsize
 
 
-def overlapping(chunks: Sequence[Chunk]) -> set[int]:
-    """Units with parameters that share memory, with another or within themselves."""
-    found: set[int] = set()
-    for members in _by_storage(chunks).values():
-        reached, last = 0, -1
-        for first, past, unit, parameter in sorted(members, key=lambda m: m[:3]):
-            if past - first < parameter.numel() * parameter.itemsize:  # expanded
-                found.add(unit)
-            if first < reached:
-                found |= {unit, last}
-            if past > reached:
-                reached, last = past, unit
-    return found
+ONE_STORAGE, OVERLAPPING = "parameters are views of one storage", "parameters share memory"
 
 
-def of_one_storage(chunks: Sequence[Chunk]) -> set[int]:
-    """Units with parameters in another unit's storage."""
-    groups = ({unit for *_, unit, _ in members} for members in _by_storage(chunks).values())
-    return {unit for units in groups if len(units) > 1 for unit in units}
-
-
-def _by_storage(chunks: Sequence[Chunk]) -> dict[int, list[tuple[int, int, int, nn.Parameter]]]:
-    """Non-empty parameters by storage: first byte, past, unit, parameter."""
-    found: dict[int, list[tuple[int, int, int, nn.Parameter]]] = defaultdict(list)
+def sharing_memory(chunks: Sequence[Chunk]) -> dict[int, str]:
+    """How units share memory: ONE_STORAGE with other units, or OVERLAPPING, with any parameter."""
+    # By storage: each parameter's first byte, past, unit.
+    members = defaultdict[int, list[tuple[int, int, int, nn.Parameter]]](list)
     for chunk in chunks:
         for part in chunk.slices:
             if part.numel and not isinstance(part.parameter, AwayParameter):
                 storage = part.parameter.untyped_storage()._cdata
-                found[storage].append((*extent(part.parameter), chunk.unit, part.parameter))
-    return found
+                members[storage].append((*extent(part.parameter), chunk.unit, part.parameter))
+    together: set[int] = set()
+    overlapping: set[int] = set()
+    for of_storage in members.values():
+        units = {unit for *_, unit, _ in of_storage}
+        together |= units if len(units) > 1 else set()
+        reached, last = 0, -1
+        for first, past, unit, parameter in sorted(of_storage, key=lambda m: m[:3]):
+            if past - first < parameter.numel() * parameter.itemsize:  # expanded
+                overlapping.add(unit)
+            if first < reached:
+                overlapping |= {unit, last}
+            if past > reached:
+                reached, last = past, unit
+    return dict.fromkeys(together, ONE_STORAGE) | dict.fromkeys(overlapping, OVERLAPPING)
