@@ -567,10 +567,6 @@ class Allocator:
     num_threads: int
     is_here: bool = False
 
-    def rounded(self, num_bytes: int) -> int:
-        """Bytes of a storage of `num_bytes`."""
-        return in_blocks(num_bytes, self.block_bytes)
-
     def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Return the maximum scratch bytes of `func`, without its inputs and outputs."""
         formula = self.workspaces.get(func) or self.workspaces.get(func._schema.name)
@@ -583,7 +579,7 @@ class Allocator:
             outputs=tuple(tensors_in(result)),
             num_threads=self.num_threads,
         )
-        return self.rounded(formula(call))
+        return in_blocks(formula(call), self.block_bytes)
 
 
 def is_this_machine(device: Device) -> bool:

@@ -35,17 +35,7 @@ from protrain_plan.profiling.memory.unit_bytes import (
 )
 from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse, told_of_steps
 from protrain_plan.profiling.rehearsal import Rehearsal, Reserve, rehearse
-from protrain_plan.profiling.structure import whereabouts
-from protrain_plan.profiling.structure.discovery import (
-    Start,
-    discover,
-    fullest,
-    plain_attributes,
-    record_execution,
-    starting_from,
-    undisturbed,
-    variation,
-)
+from protrain_plan.profiling.structure import discovery, whereabouts
 from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.profiling.tally import timed
@@ -173,7 +163,7 @@ def measure_model(
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
         model.zero_grad()
-        stack.enter_context(undisturbed(model))
+        stack.enter_context(discovery.undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
         stack.callback(switch_off_caches(model))
         batch = first_of(batches, source=workload.model)
@@ -255,17 +245,18 @@ class _Measuring:
         self.clock("finding units", 0.05)
         model, batch = self.model, self.batch
         if (running := self.running) is None:
-            start, execution = fullest(model, batch)
-            self.found = discover(model, batch, execution)
+            start, execution = discovery.fullest(model, batch)
+            self.found = discovery.discover(model, batch, execution)
             self.block_classes = BlockClasses(tuple(range(len(self.found))), {})
-            self.varies = variation(model, execution, self.batches)
+            self.varies = discovery.variation(model, execution, self.batches)
         else:
-            start, self.varies = Start(running.seed, plain_attributes(model)), None
+            start = discovery.Start(running.seed, discovery.plain_attributes(model))
+            self.varies = None
             self.found, self.block_classes = running.found, running.block_classes
             if running.varies:  # all units run
-                execution = record_execution(model, batch, start)
-                self.varies = variation(model, execution, self.batches)
-        stack.enter_context(starting_from(model, start))
+                execution = discovery.record_execution(model, batch, start)
+                self.varies = discovery.variation(model, execution, self.batches)
+        stack.enter_context(discovery.starting_from(model, start))
         refuse_compiled_around(model, (unit.module for unit in self.found))
         blocks = {unit.name: unit.module for unit in self.found if unit.module is not None}
         if are_compiled(blocks):

@@ -35,15 +35,8 @@ from protrain_plan.profiling.memory.block_classes import (
 from protrain_plan.profiling.memory.fake_meter import FakeMeter
 from protrain_plan.profiling.memory.passes import MeterFactory
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure import whereabouts
-from protrain_plan.profiling.structure.discovery import (
-    FoundUnit,
-    discover,
-    fullest,
-    starting_from,
-    undisturbed,
-    variation,
-)
+from protrain_plan.profiling.structure import discovery, whereabouts
+from protrain_plan.profiling.structure.discovery import FoundUnit
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_plan.profiling.structure.rerun import run_once
@@ -166,14 +159,16 @@ def sketch_and_model(
         switch_off_caches(model)
         batch = fake_batch(mode, given)
         gc.freeze()  # what building has imported, too
-        with undisturbed(model):
+        with discovery.undisturbed(model):
             progress("finding units", 0.2)
-            start, execution = fullest(model, batch)
-            stack.enter_context(starting_from(model, start))
-            found = discover(model, batch, execution)
+            start, execution = discovery.fullest(model, batch)
+            stack.enter_context(discovery.starting_from(model, start))
+            found = discovery.discover(model, batch, execution)
             refuse_compiled_around(model, (unit.module for unit in found))
             once = run_once(model, found, batch)
-            varies = variation(model, execution, repeat(batch)) if execution.steers else None
+            varies = None
+            if execution.steers:
+                varies = discovery.variation(model, execution, repeat(batch))
             alone = once if varies is None else range(len(found))
             block_classes = equal_blocks(model, found, batch, alone=alone)
             stack.enter_context(stubs_in_place(found, block_classes))

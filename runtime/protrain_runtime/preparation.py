@@ -71,10 +71,10 @@ from protrain_runtime.diagnostics.recording import Watch
 from protrain_runtime.engine.boundaries import Boundaries
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.engine.moves import Moves
-from protrain_runtime.model.drawn_values import DrawnValues
 from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer
 from protrain_runtime.model.prepared import (
     ATTRIBUTE,
+    DrawnValues,
     Prepared,
     Undo,
     add_state_dict_hooks,

@@ -24,6 +24,7 @@ from protrain_plan.profiling.memory.lasting import identities
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.contract.program.program import in_blocks
 from protrain_runtime.devices.fake import FakeMode
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
 
@@ -303,7 +304,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
             storage = tensor.untyped_storage()
             identity = storage._cdata
             if identity not in given and identity not in self._sizes:
-                size = self._allocator.rounded(storage.nbytes())
+                size = in_blocks(storage.nbytes(), self._allocator.block_bytes)
                 self._sizes[identity] = size
                 self._live += size
                 weakref.finalize(storage, self._release, identity).atexit = False

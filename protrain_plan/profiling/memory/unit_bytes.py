@@ -45,9 +45,8 @@ from protrain_runtime.contract.records.profile import (
 )
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices.memory_meter import Segment, storage_bytes
-from protrain_runtime.states.chunk_layouts import make_chunks
+from protrain_runtime.states.chunk_layouts import make_chunks, sharing_memory
 from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
-from protrain_runtime.states.parameters import sharing_memory
 from protrain_runtime.states.quantized import named_scales
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 

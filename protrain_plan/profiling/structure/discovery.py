@@ -38,7 +38,7 @@ from protrain_runtime.activations.trees import tensors_in, written_arguments
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.folding import fold, runs
 from protrain_runtime.devices import device as devices
-from protrain_runtime.states.parameters import extent
+from protrain_runtime.states.chunk_layouts import extent
 
 # --- one forward, written down --------------------------------------------------------------------
 

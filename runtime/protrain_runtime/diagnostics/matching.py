@@ -32,8 +32,8 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
+from protrain_runtime.states.chunk_layouts import OVERLAPPING, sharing_memory
 from protrain_runtime.states.chunks import Chunk
-from protrain_runtime.states.parameters import OVERLAPPING, sharing_memory
 from protrain_runtime.states.quantized import named_scales
 from protrain_runtime.states.stepping import NAMES, options_of
 from protrain_runtime.states.update_rules import UpdateRules
