@@ -175,7 +175,8 @@ def measure_model(
             optimizer=optimizer,
             allow=allow,
             running=running,
-            clock=_Clock(progress, probing=machine is None),
+            progress=progress,
+            after_s=_PROBING_S if machine is None else 0.0,
             reserve=Reserve(device),
         )
         measuring.find_units(stack)
@@ -184,12 +185,12 @@ def measure_model(
         viewed = dict.fromkeys(rehearsal.held_views, HELD_VIEW)
         structure = replace(structure, stays={**viewed, **structure.stays})
         fixed_bytes = structure.fixed_bytes + measuring.reserve.library_bytes()
-        measuring.clock("counting bytes", 0.2)
+        measuring.tell("counting bytes", 0.2)
         with stubs_in_place(measuring.found, measuring.classes):
             units, left_bytes = measure_bytes(model, batch, structure, measuring.reserve.meter)
         units = without_falls(filled(units, measuring.classes))
         seconds, launching = measuring.slot_seconds(units, structure.kept, num_steps)
-    progress, workload = measuring.clock, measuring.workload
+    progress, workload = measuring.tell, measuring.workload
     if machine is None:
         progress("probing the machine", 0.7)
         machine = probe(
@@ -237,12 +238,23 @@ class _Measuring:
     optimizer: str
     allow: tuple[str, ...]
     running: Sketch | None
-    clock: "_Clock"
+    progress: Progress
+    after_s: float  # what follows the steps takes
+    ends: float = 0.0  # expected, on the monotonic clock
     reserve: Reserve
+
+    def tell(self, what: str, fraction: float) -> None:
+        """Report a pass, with its estimated end once a step's time is known."""
+        left = self.ends - time.monotonic()
+        self.progress(whereabouts.with_rest(what, left) if left > 1 else what, fraction)
+
+    def expect(self, seconds: float) -> None:
+        """Set the expected seconds of the remaining steps."""
+        self.ends = time.monotonic() + seconds + self.after_s
 
     def find_units(self, stack: ExitStack) -> None:
         """Find and compile the units, with stubs for those that do not run until the stack ends."""
-        self.clock("finding units", 0.05)
+        self.tell("finding units", 0.05)
         model, batch = self.model, self.batch
         if (running := self.running) is None:
             start, execution = discovery.fullest(model, batch)
@@ -277,12 +289,12 @@ class _Measuring:
 
     def analyzed(self) -> ModelStructure:
         """The bytes that units save, by form."""
-        self.clock("finding what is saved", 0.1)
+        self.tell("finding what is saved", 0.1)
         began = time.monotonic()
         once = run_once(self.model, self.found, self.batch)
         step_s = max(time.monotonic() - began, 1e-3)
         many = _STEPS_BESIDES + len(FORMS) / 2 * passes.sampled_steps(step_s)
-        self.clock.expect(many * step_s)
+        self.expect(many * step_s)
         # Bytes of equal blocks are counted once; seconds are the whole model's. Blocks' saved
         # tensors are visible only below the compiler: all compiled ones run.
         compiled = bool(self.workload.compile)
@@ -307,7 +319,7 @@ class _Measuring:
         self, structure: ModelStructure, spill_directory: Path, *, timed: bool
     ) -> Rehearsal:
         """A rehearsal of a run, with a `timed` step if all units run."""
-        self.clock(whereabouts.REHEARSING, 0.15)
+        self.tell(whereabouts.REHEARSING, 0.15)
         by_rows = {
             chunk.unit
             for chunk in structure.chunks
@@ -326,7 +338,7 @@ class _Measuring:
                 spill_directory,
                 self.reserve,
                 optimizer=self.optimizer,
-                absent=self.block_classes.stubbed,
+                absent=[*self.block_classes.outputs],
                 staying=structure.stays.keys() | by_rows,
                 swapped_bytes=sum(sum(saved.pieces) for saved in structure.saved["keep"]),
                 timed=timed and self.running is None,
@@ -340,8 +352,8 @@ class _Measuring:
         began = time.monotonic()
 
         def tick(done: float) -> None:
-            self.clock.expect((time.monotonic() - began) * (1 / done - 1))
-            self.clock("timing steps", 0.25 + 0.45 * done)
+            self.expect((time.monotonic() - began) * (1 / done - 1))
+            self.tell("timing steps", 0.25 + 0.45 * done)
 
         # Kinds of batches run different blocks: the first runs all.
         kinds = self.varies is not None and not self.varies.by_values
@@ -362,22 +374,6 @@ HELD_VIEW = "a view of its parameters is held after their slot"
 _STEPS_BESIDES, _PROBING_S = 30, 25.0
 """Rehearsed and counted steps, in units of the first one, and the probe's seconds: measured with
 `tiny-llama` and `smollm2-135m` on two busy cores. About half of all forms are measured."""
-
-
-class _Clock:
-    """Progress with an estimated end, once a step's time is known."""
-
-    def __init__(self, progress: Progress, *, probing: bool) -> None:
-        self._progress, self._ends = progress, 0.0
-        self._after_s = _PROBING_S if probing else 0.0
-
-    def expect(self, seconds: float) -> None:
-        """Set the expected seconds of the remaining steps."""
-        self._ends = time.monotonic() + seconds + self._after_s
-
-    def __call__(self, what: str, fraction: float) -> None:
-        left = self._ends - time.monotonic()
-        self._progress(whereabouts.with_rest(what, left) if left > 1 else what, fraction)
 
 
 _COMPILER_BYTES = 64 * 2**20

@@ -231,7 +231,7 @@ def build_sparsely(
         replace(unit, module=model.get_submodule(unit.name) if unit.kind == "block" else None)
         for unit in sketch.found
     )
-    absent = {name for unit in sketch.block_classes.stubbed for name in found[unit].parameters}
+    absent = {name for unit in sketch.block_classes.outputs for name in found[unit].parameters}
     left = {parameter for name, parameter in model.named_parameters() if name in absent}
     with seeded(workload.seed):
         for _, layer in packed_layers(model):

@@ -66,11 +66,7 @@ class BlockClasses:
     """Which units run: `representatives[u]` is u itself, or the unit equal to u."""
 
     representatives: tuple[int, ...]
-    outputs: Mapping[int, _Outputs]  # of units that do not run
-
-    @property
-    def stubbed(self) -> tuple[int, ...]:
-        return tuple(unit for unit, other in enumerate(self.representatives) if unit != other)
+    outputs: Mapping[int, _Outputs]  # of units that do not run, in order
 
 
 def equal_blocks(

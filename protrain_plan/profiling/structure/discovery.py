@@ -568,9 +568,6 @@ def discover(
                 owner.setdefault(names[parameter], index)
     for name in names.values():
         owner.setdefault(name, len(stretches) - 1)
-    owned: list[list[str]] = [[] for _ in stretches]
-    for name, index in owner.items():
-        owned[index].append(name)
     times: Counter[str] = Counter()  # a module may run in two parts: the second "x" is "x#2"
     units: list[FoundUnit] = []
     for index, (name, block, operations) in enumerate(stretches):
@@ -582,7 +579,7 @@ def discover(
                 kind="part" if block is None else "block",
                 name=name if times[name] == 1 else f"{name}#{times[name]}",
                 module=None if block is None else block.module,
-                parameters=tuple(owned[index]),
+                parameters=tuple(name for name, own in owner.items() if own == index),
                 also_uses=tuple(used for used in uses[index] if owner[used] < index),
                 signature=hashlib.sha256(facts.encode()).hexdigest() if facts else "",
                 writes=tuple(dict.fromkeys(name for o in operations for name in o.written)),
