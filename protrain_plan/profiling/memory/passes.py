@@ -117,13 +117,12 @@ def watched(
         forms = [form] * len(modules)
     if FORMS[forms[-1]].of == "last part":
         watch.last = partial(around, forms[-1])
-    undo = [
-        wrap_forward(module, own)
-        for unit, (module, own) in enumerate(zip(modules, forms, strict=True))
-        if module is not None and own != "keep" and unit not in kept
-    ]
-    boundaries = Boundaries(model, modules, watch)
-    try:
+    with ExitStack() as stack:
+        for unit, (module, own) in enumerate(zip(modules, forms, strict=True)):
+            if module is not None and own != "keep" and unit not in kept:
+                stack.callback(wrap_forward(module, own))
+        boundaries = Boundaries(model, modules, watch)
+        stack.callback(boundaries.remove)
         yield
         if boundaries.skipped and not may_skip:
             raise ProtrainError(
@@ -133,10 +132,6 @@ def watched(
                 fix="run it in every forward, times zero where it is not wanted; or have the"
                 " factory's first batch run all blocks: plans hold for steps that skip some",
             )
-    finally:
-        boundaries.remove()
-        for unwrap in reversed(undo):
-            unwrap()
 
 
 def training_step(model: nn.Module, batch: Batch) -> float:

@@ -17,7 +17,7 @@ import threading
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any, Literal, NamedTuple
@@ -134,8 +134,7 @@ def restore_attributes(attributes: Attributes) -> None:
                 module.__dict__[name] = value
 
 
-@contextmanager
-def starting_from(model: nn.Module, start: Start) -> Iterator[None]:
+def starting_from(model: nn.Module, start: Start) -> AbstractContextManager[object]:
     """Every forward inside begins from `start`: what it does by chance or by count is the same."""
 
     def begin(*_: object) -> None:
@@ -145,11 +144,7 @@ def starting_from(model: nn.Module, start: Start) -> Iterator[None]:
             sys.modules["numpy"].random.seed(start.seed)
         restore_attributes(start.attributes)
 
-    handle = model.register_forward_pre_hook(begin)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.register_forward_pre_hook(begin)
 
 
 def record_execution(model: nn.Module, batch: Batch, start: Start | None = None) -> Execution:
@@ -170,11 +165,10 @@ def record_execution(model: nn.Module, batch: Batch, start: Start | None = None)
         stack.callback(begun.remove)
         stack.enter_context(uncompiled())
         for module in model.modules():
-            before = module.register_forward_pre_hook(
-                recorder.begin, prepend=True, with_kwargs=True
+            stack.enter_context(
+                module.register_forward_pre_hook(recorder.begin, prepend=True, with_kwargs=True)
             )
-            stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(recorder.end, with_kwargs=True).remove)
+            stack.enter_context(module.register_forward_hook(recorder.end, with_kwargs=True))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recorder)
         call_model(model, batch)

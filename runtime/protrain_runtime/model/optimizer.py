@@ -7,7 +7,7 @@ the current options of its group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -275,15 +275,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _all_states(self) -> Iterator[None]:
         """The inner optimizer has the states of offloaded parameters, too, in host memory."""
-        added: list[nn.Parameter] = []
-        try:
+        with ExitStack() as stack:
             for _, part, (scalars, states) in offloaded_states(self._chunks):
                 self.inner.state[part.parameter] = put_together(scalars | states, part.shape)
-                added.append(part.parameter)
+                stack.callback(self.inner.state.pop, part.parameter)
             yield
-        finally:
-            for parameter in added:
-                del self.inner.state[parameter]
 
     @guarded("optimizer.load_state_dict()", lambda optimizer: optimizer._thread_guard)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
