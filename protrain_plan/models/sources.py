@@ -130,9 +130,7 @@ class ConfigSource:
             try:
                 with no_larger_than(None, source=self.name):
                     model = (
-                        packed_as_drawn(
-                            plain, quantize, dtype=dtype, seed=workload.seed, source=self.name
-                        )
+                        packed_as_drawn(plain, workload, source=self.name)
                         if quantize and not on_meta
                         else plain()
                     )
@@ -142,9 +140,7 @@ class ConfigSource:
                 raise self._refused(error) from error
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
-            model = settled(
-                model, dtype=stored, quantize=quantize, adapter=adapter, source=self.name
-            )
+            model = settled(model, workload, source=self.name)
         if home != device:
             model.to(device)
         return computing_in(model, dtype, workload.precision).train()
@@ -293,7 +289,7 @@ class FactorySource:
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
         model = moved(model, device=device)
-        model = settled(model, dtype=stored, quantize=quantize, adapter=adapter, source=self.name)
+        model = settled(model, workload, source=self.name)
         return computing_in(model, dtype, workload.precision).train()
 
     def batches(
