@@ -157,12 +157,7 @@ class ConfigSource:
         stored = parameter_dtype(workload.dtype, workload.precision)
         config, model_class = self._config_and_class()
         request = BatchRequest(
-            source=self.name,
-            config=config,
-            batch_size=workload.batch_size,
-            seq_len=workload.seq_len,
-            text=byte_tokens(text),
-            seed=workload.seed,
+            source=self.name, config=config, workload=workload, text=byte_tokens(text)
         )
         with self._explained():
             made = inputs_of(model_class.__name__, request)
