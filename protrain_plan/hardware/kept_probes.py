@@ -47,11 +47,8 @@ class ProbeCache(Kept):
             if text is not None:
                 found = loads_hardware(text)
                 free = shutil.disk_usage(self._directory).free
-                tiers = (
-                    replace(tier, capacity_bytes=free) if tier.name == "disk" else tier
-                    for tier in found.tiers
-                )
-                return replace(found, tiers=tuple(tiers), sources=(*found.sources, KEPT_PROBE))
+                found = found.with_tier(replace(found.tier("disk"), capacity_bytes=free))
+                return replace(found, sources=(*found.sources, KEPT_PROBE))
         return None
 
     def keep(self, machine: Hardware) -> None:

@@ -470,11 +470,6 @@ def _cuda_embedding_backward(call: OperatorCall) -> int:
     return int(8 * 8 * count + 4 * segments * gradient.shape[-1] + _SCRATCH_BYTES)
 
 
-def _cuda_sort(call: OperatorCall) -> int:
-    """Keys and values twice."""
-    return 4 * 8 * call.given.numel() + _SCRATCH_BYTES
-
-
 CUDA_WORKSPACES: dict[Any, Workspace] = {
     **dict.fromkeys(
         (
@@ -498,8 +493,11 @@ CUDA_WORKSPACES: dict[Any, Workspace] = {
     aten.native_layer_norm_backward.default: lambda call: (
         2 * 64 * 4 * math.prod(call["normalized_shape"])
     ),
-    aten.sort.default: _cuda_sort,
-    **dict.fromkeys(INDEX_PUTS, _cuda_sort),
+    # Keys and values twice.
+    **dict.fromkeys(
+        (aten.sort.default, *INDEX_PUTS),
+        lambda call: 4 * 8 * call.given.numel() + _SCRATCH_BYTES,
+    ),
     # A bound: operands that the library cannot read in place are copied.
     aten.bmm.default: lambda call: contiguous(*call.inputs),
     PACKED_PRODUCT: packed_product,
@@ -569,10 +567,6 @@ class Allocator:
     num_threads: int
     is_here: bool = False
 
-    def rounded(self, num_bytes: int) -> int:
-        """Bytes of a storage of `num_bytes`."""
-        return in_blocks(num_bytes, self.block_bytes)
-
     def workspace(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Return the maximum scratch bytes of `func`, without its inputs and outputs."""
         formula = self.workspaces.get(func) or self.workspaces.get(func._schema.name)
@@ -585,7 +579,7 @@ class Allocator:
             outputs=tuple(tensors_in(result)),
             num_threads=self.num_threads,
         )
-        return self.rounded(formula(call))
+        return in_blocks(formula(call), self.block_bytes)
 
 
 def is_this_machine(device: Device) -> bool:

@@ -10,6 +10,7 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, repeat
 from math import prod
 from pathlib import Path
@@ -68,12 +69,13 @@ def byte_tokens(text: Path | None) -> bytes:
     return bytes(content[:_DEFAULT_TEXT_BYTES])
 
 
-def text_windows(tokens: bytes, *, batch_size: int, seq_len: int, seed: int) -> Iterator[Tensor]:
+def text_windows(tokens: bytes, workload: Workload) -> Iterator[Tensor]:
     """Endless consecutive windows of `tokens`, int64 [batch_size, seq_len].
 
     The seed chooses the first window; the text restarts after the last one. `tokens` shorter than a
     window are repeated. ProtrainError for an empty text.
     """
+    batch_size, seq_len = workload.batch_size, workload.seq_len
     if batch_size < 1 or seq_len < 1:
         raise ProtrainError(
             f"a batch needs at least one sequence of one token, got {batch_size} x {seq_len}"
@@ -87,7 +89,7 @@ def text_windows(tokens: bytes, *, batch_size: int, seq_len: int, seed: int) -> 
         )
     tokens *= -(-window // len(tokens))
     num_windows = len(tokens) // window
-    at = random.Random(seed).randrange(num_windows)
+    at = random.Random(workload.seed).randrange(num_windows)
     while True:
         chosen = bytearray(tokens[at * window : (at + 1) * window])
         yield torch.frombuffer(chosen, dtype=torch.uint8).long().view(batch_size, seq_len)
@@ -183,21 +185,19 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """A request for batches. `seq_len` counts tokens of text, or of targets."""
+    """A request for a workload's batches, whose `seq_len` counts tokens of text, or of targets."""
 
     source: str  # for messages
     config: Any  # transformers'
-    batch_size: int
-    seq_len: int
+    workload: Workload
     text: bytes
-    seed: int
 
     def windows(self) -> Iterator[Tensor]:
         """Consecutive text, int64 [batch_size, seq_len].
 
         ProtrainError if the model has fewer than 256 tokens, or fewer positions than `seq_len`.
         """
-        config = self.config.get_text_config()
+        config, seq_len = self.config.get_text_config(), self.workload.seq_len
         if config.vocab_size < NUM_BYTE_TOKENS:
             raise ProtrainError(
                 f"text needs {NUM_BYTE_TOKENS} tokens (one per byte), got {config.vocab_size}",
@@ -206,28 +206,27 @@ class BatchRequest:
             )
         for key in ("max_target_positions", "max_position_embeddings"):
             positions = getattr(config, key, None)
-            if isinstance(positions, int) and self.seq_len > positions:
+            if isinstance(positions, int) and seq_len > positions:
                 raise ProtrainError(
-                    f"a sequence of {self.seq_len} tokens does not fit the model's {positions}"
+                    f"a sequence of {seq_len} tokens does not fit the model's {positions}"
                     " positions",
                     source=self.source,
                     key=key,
                     fix=f"at most {positions} tokens per sequence",
                 )
-        return text_windows(
-            self.text, batch_size=self.batch_size, seq_len=self.seq_len, seed=self.seed
-        )
+        return text_windows(self.text, self.workload)
 
     def generators(self) -> Iterator[torch.Generator]:
         """One per batch: batches do not depend on earlier ones."""
-        return (torch.Generator().manual_seed((self.seed + 1_000_003 * n) % 2**63) for n in count())
+        seed = self.workload.seed
+        return (torch.Generator().manual_seed((seed + 1_000_003 * n) % 2**63) for n in count())
 
     def images(self, generator: torch.Generator) -> Tensor:
         """Standard normal, like normalised pixels.  # [batch, channels, height, width]"""
         vision = getattr(self.config, "vision_config", self.config)
         size = getattr(vision, "image_size", _DEFAULT_IMAGE_SIZE)
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        return noise((self.batch_size, vision.num_channels, height, width), generator)
+        return noise((self.workload.batch_size, vision.num_channels, height, width), generator)
 
 
 def noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -244,35 +243,48 @@ def classes(task: str) -> Mapping[str, str]:
     return found
 
 
+_Make = Callable[[BatchRequest, Tensor, torch.Generator], Inputs]
+"""Makes a batch of a window of text, with numbers from a generator."""
+
+
 def inputs_of(model_class: str, request: BatchRequest) -> Iterator[Inputs]:
     """Endless batches for a model class of transformers, on the CPU; ProtrainError if unknown."""
     model_type = request.config.model_type
-    if model_type in _WITH_IMAGE_TOKENS:
-        return _images_and_text(request)
-    if model_type == "whisper":
-        return _sound_and_text(request)
-    if _is_multimodal(model_class):
-        return _text(request)
-    by_task: dict[str, Callable[[BatchRequest], Iterator[Inputs]]] = {
+    by_task: dict[str, _Make] = {
         "SEQ_TO_SEQ_CAUSAL_LM": _text,
         "CAUSAL_LM": _text,
         "MASKED_LM": _masked_text,
         "ZERO_SHOT_IMAGE_CLASSIFICATION": _pairs,
         "IMAGE_CLASSIFICATION": _labelled_images,
     }
-    make = next((by_task[task] for task in by_task if model_class in classes(task).values()), None)
+    if model_type in _WITH_IMAGE_TOKENS:
+        make: _Make | None = _images_and_text
+    elif model_type == "whisper":
+        make = _sound_and_text
+    elif _is_multimodal(model_class):
+        make = _text
+    else:
+        found = (by_task[task] for task in by_task if model_class in classes(task).values())
+        make = next(found, None)
     if make is None:
         raise ProtrainError(
             f"no batches are known for the architecture {model_type!r}",
             source=request.source,
             fix="use package.module:factory, which brings its own batches",
         )
-    return make(request)
+    if make is _pairs and request.workload.batch_size < 2:
+        raise ProtrainError(
+            "a contrastive loss compares the pairs of a batch, got a batch of 1",
+            source=request.source,
+            fix="--batch-size 2 or more",
+        )
+    windows = repeat(torch.empty(0)) if make is _labelled_images else request.windows()
+    return map(partial(make, request), windows, request.generators())
 
 
-def _text(request: BatchRequest) -> Iterator[Inputs]:
+def _text(_: BatchRequest, window: Tensor, __: torch.Generator) -> Inputs:
     """input_ids and labels are the same [batch, tokens]: the model shifts them itself."""
-    return ({"input_ids": w, "labels": w.clone()} for w in request.windows())
+    return {"input_ids": window, "labels": window.clone()}
 
 
 def _is_multimodal(model_class: str) -> bool:
@@ -293,70 +305,49 @@ def of_text_alone(model: nn.Module, model_class: str) -> nn.Module:
     return model
 
 
-def _masked_text(request: BatchRequest) -> Iterator[Inputs]:
+def _masked_text(request: BatchRequest, window: Tensor, generator: torch.Generator) -> Inputs:
     """Masked tokens are the vocabulary's last one; labels are their text alone."""
-    mask_token = request.config.vocab_size - 1
-
-    def masked(window: Tensor, generator: torch.Generator) -> Inputs:
-        mask = torch.rand(window.shape, generator=generator) < MASKED_SHARE
-        mask[:, 0] = True  # a batch without masks has no loss
-        return {
-            "input_ids": window.masked_fill(mask, mask_token),
-            "labels": window.masked_fill(~mask, NOT_A_TARGET),
-        }
-
-    return map(masked, request.windows(), request.generators())
+    mask = torch.rand(window.shape, generator=generator) < MASKED_SHARE
+    mask[:, 0] = True  # a batch without masks has no loss
+    return {
+        "input_ids": window.masked_fill(mask, request.config.vocab_size - 1),
+        "labels": window.masked_fill(~mask, NOT_A_TARGET),
+    }
 
 
-def _labelled_images(request: BatchRequest) -> Iterator[Inputs]:
+def _labelled_images(request: BatchRequest, _: Tensor, generator: torch.Generator) -> Inputs:
     """pixel_values [batch, channels, height, width] with labels [batch]; no text."""
-    shape, num_labels = (request.batch_size,), request.config.num_labels
-    for generator in request.generators():
-        labels = torch.randint(num_labels, shape, generator=generator)
-        yield {"pixel_values": request.images(generator), "labels": labels}
+    shape, num_labels = (request.workload.batch_size,), request.config.num_labels
+    labels = torch.randint(num_labels, shape, generator=generator)
+    return {"pixel_values": request.images(generator), "labels": labels}
 
 
-def _pairs(request: BatchRequest) -> Iterator[Inputs]:
+def _pairs(request: BatchRequest, window: Tensor, generator: torch.Generator) -> Inputs:
     """Texts [batch, tokens] and images of one batch, for a contrastive loss."""
-    if request.batch_size < 2:
-        raise ProtrainError(
-            "a contrastive loss compares the pairs of a batch, got a batch of 1",
-            source=request.source,
-            fix="--batch-size 2 or more",
-        )
-    return (
-        {"input_ids": window, "pixel_values": request.images(generator), "return_loss": True}
-        for window, generator in zip(request.windows(), request.generators(), strict=False)
-    )
+    return {"input_ids": window, "pixel_values": request.images(generator), "return_loss": True}
 
 
-def _sound_and_text(request: BatchRequest) -> Iterator[Inputs]:
+def _sound_and_text(request: BatchRequest, window: Tensor, generator: torch.Generator) -> Inputs:
     """input_features [batch, mel bins, frames] with labels [batch, tokens]."""
     config = request.config
     # The encoder's second convolution has a stride of two.
-    shape = (request.batch_size, config.num_mel_bins, 2 * config.max_source_positions)
-    return (
-        {"input_features": noise(shape, generator), "labels": window}
-        for window, generator in zip(request.windows(), request.generators(), strict=False)
-    )
+    shape = (request.workload.batch_size, config.num_mel_bins, 2 * config.max_source_positions)
+    return {"input_features": noise(shape, generator), "labels": window}
 
 
-def _images_and_text(request: BatchRequest) -> Iterator[Inputs]:
+def _images_and_text(request: BatchRequest, window: Tensor, generator: torch.Generator) -> Inputs:
     """One image per sequence: its tokens, then the text; labels are the text alone."""
     config = request.config
     vision = config.vision_config
     num_patches = (vision.image_size // vision.patch_size) ** 2
     # "default" leaves the class token out.
     num_image_tokens = num_patches + (config.vision_feature_select_strategy == "full")
-    shape = (request.batch_size, num_image_tokens)
-    return (
-        {
-            "input_ids": torch.cat([torch.full(shape, config.image_token_id), window], dim=1),
-            "pixel_values": request.images(generator),
-            "labels": torch.cat([torch.full(shape, NOT_A_TARGET), window], dim=1),
-        }
-        for window, generator in zip(request.windows(), request.generators(), strict=False)
-    )
+    shape = (request.workload.batch_size, num_image_tokens)
+    return {
+        "input_ids": torch.cat([torch.full(shape, config.image_token_id), window], dim=1),
+        "pixel_values": request.images(generator),
+        "labels": torch.cat([torch.full(shape, NOT_A_TARGET), window], dim=1),
+    }
 
 
 def with_batch_sizes(workload: Workload, model: nn.Module, batch: object) -> Workload:

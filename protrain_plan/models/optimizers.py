@@ -36,30 +36,22 @@ OptimizerFactory = Callable[..., Optimizer]
 """Makes an optimizer of parameters or groups, with options by keyword."""
 
 
-def _fused(kind: Callable[..., Optimizer], **defaults: Any) -> OptimizerFactory:
-    """A factory of the fused optimizer; unfused if a parameter is complex."""
-
-    def make(parameters: ParamsT, **options: Any) -> Optimizer:
-        entries = [
-            {**entry, "params": list(_tensors([entry]))} if isinstance(entry, dict) else entry
-            for entry in parameters
-        ]
-        if any(tensor.is_complex() for tensor in _tensors(entries)):
-            return kind(entries, **{**defaults, "foreach": False, **options})
-        return kind(entries, **{**defaults, "fused": True, **options})
-
-    return make
+def _fused(kind: OptimizerFactory, parameters: ParamsT, /, **options: Any) -> Optimizer:
+    """The fused optimizer; unfused if a parameter is complex."""
+    entries = [
+        {**entry, "params": list(_tensors([entry]))} if isinstance(entry, dict) else entry
+        for entry in parameters
+    ]
+    if any(tensor.is_complex() for tensor in _tensors(entries)):
+        return kind(entries, **{"foreach": False, **options})
+    return kind(entries, **{"fused": True, **options})
 
 
-def _of_bitsandbytes(kind: str, **defaults: Any) -> OptimizerFactory:
+def _of_bitsandbytes(kind: str, parameters: ParamsT, /, **options: Any) -> Optimizer:
     """An optimizer of bitsandbytes, imported at first use."""
-
-    def make(parameters: ParamsT, **options: Any) -> Optimizer:
-        package = importlib.import_module(_BITSANDBYTES)
-        made: Optimizer = getattr(package.optim, kind)(parameters, **{**defaults, **options})
-        return made
-
-    return make
+    package = importlib.import_module(_BITSANDBYTES)
+    made: Optimizer = getattr(package.optim, kind)(parameters, **options)
+    return made
 
 
 def _muon(parameters: ParamsT, **options: Any) -> Optimizer:
@@ -90,24 +82,24 @@ def _tensors(entries: Iterable[Any]) -> Iterator[Tensor]:
 # Fused kernels need no temporaries, and loops over parameters few. `foreach`, the default on CUDA,
 # would take a copy of all parameters updated at once.
 OPTIMIZERS: dict[str, OptimizerFactory] = {
-    "adamw": _fused(torch.optim.AdamW, lr=3e-4),
-    "adam": _fused(torch.optim.Adam, lr=3e-4),
-    "adamw-amsgrad": _fused(torch.optim.AdamW, lr=3e-4, amsgrad=True),
+    "adamw": partial(_fused, torch.optim.AdamW, lr=3e-4),
+    "adam": partial(_fused, torch.optim.Adam, lr=3e-4),
+    "adamw-amsgrad": partial(_fused, torch.optim.AdamW, lr=3e-4, amsgrad=True),
     "adamax": partial(torch.optim.Adamax, lr=3e-4, foreach=False),
     "nadam": partial(torch.optim.NAdam, lr=3e-4, foreach=False),
     "radam": partial(torch.optim.RAdam, lr=3e-4, foreach=False),
     "adadelta": partial(torch.optim.Adadelta, lr=1.0, foreach=False),
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-4, foreach=False),
     "sgd": partial(torch.optim.SGD, lr=1e-2, foreach=False),
-    "sgd-momentum": _fused(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "sgd-momentum": partial(_fused, torch.optim.SGD, lr=1e-2, momentum=0.9),
 }
 """Elementwise ones."""
 
 _BITSANDBYTES = "bitsandbytes"
 INSTALL_BITSANDBYTES = "pip install '.[quantize]' in a clone of protrain-plan"
 OF_8_BITS: dict[str, OptimizerFactory] = {
-    "adamw8bit": _of_bitsandbytes("AdamW8bit", lr=3e-4),
-    "lion8bit": _of_bitsandbytes("Lion8bit", lr=1e-4),
+    "adamw8bit": partial(_of_bitsandbytes, "AdamW8bit", lr=3e-4),
+    "lion8bit": partial(_of_bitsandbytes, "Lion8bit", lr=1e-4),
 }
 """bitsandbytes (arXiv 2110.02861): a state is a byte for each element, with a scale for each
 block of 256. A parameter of less than 4,096 elements has states of float32."""

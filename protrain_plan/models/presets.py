@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from protrain_runtime.contract.records.json_toml import parsed_json
 JsonObject = dict[str, object]
 
 DEFAULT_OPTIMIZER = "adamw"
+
+_CATALOGUE = files("protrain_plan.models").joinpath("catalogue")
 
 _MIRRORS = ("unsloth", "NousResearch")
 """Organisations that republish others' models, with their configurations."""
@@ -66,7 +67,7 @@ def presets() -> tuple[Preset, ...]:
 @cache
 def preset_names() -> tuple[str, ...]:
     """The names that `preset_config` knows, sorted."""
-    return tuple(sorted(f.name.removesuffix(".json") for f in _folder().iterdir()))
+    return tuple(sorted(f.name.removesuffix(".json") for f in _CATALOGUE.iterdir()))
 
 
 def preset_of(name: str) -> str | None:
@@ -136,7 +137,7 @@ def preset_config(name: str) -> JsonObject:
     """
     if name not in preset_names():
         raise KeyError(name)
-    config = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    config = json.loads(_CATALOGUE.joinpath(f"{name}.json").read_text(encoding="utf-8"))
     assert isinstance(config, dict)
     return config
 
@@ -182,7 +183,3 @@ def _without_notes(config: JsonObject) -> JsonObject:
     """The keys for building the model: without notes, weights or versions."""
     dropped = ("transformers_version", "torch_dtype", "dtype")
     return {k: v for k, v in config.items() if not k.startswith("_") and k not in dropped}
-
-
-def _folder() -> Traversable:
-    return files("protrain_plan.models").joinpath("catalogue")

@@ -29,18 +29,19 @@ import importlib
 import itertools
 import random
 from collections.abc import Callable, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from protrain_plan.models.adapters import routers
-from protrain_plan.models.building import TORCH_DTYPES
+from protrain_plan.models.building import TORCH_DTYPES, parameter_dtype
 from protrain_plan.models.importing import library
 from protrain_plan.models.optimizers import INSTALL_BITSANDBYTES
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.adapters import read_adapter
-from protrain_runtime.contract.records.profile import DType, Quantize
+from protrain_runtime.contract.records.profile import DType, Quantize, Workload
 from protrain_runtime.states.absent import replaced
 from protrain_runtime.states.quantized import (
     name_scales,
@@ -129,12 +130,8 @@ def _replace(model: nn.Module, kind: Quantize, dtype: DType, source: str) -> Non
     )
 
 
-class _NotOneByOneError(Exception):
-    """A model that does not set its weights one by one, or writes to them afterwards."""
-
-
 def packed_as_drawn(
-    build: Callable[[], nn.Module], kind: Quantize, *, dtype: DType, seed: int, source: str
+    build: Callable[[], nn.Module], workload: Workload, *, source: str
 ) -> nn.Module:
     """The model of `build`, its weights packed as they are drawn; `quantized` completes it.
 
@@ -154,17 +151,19 @@ def packed_as_drawn(
     with torch.device("meta"), replaced(nn.Linear, "reset_parameters", noted):
         sketch = build()
     before = set(sketch.modules())
-    _replace(sketch, kind, dtype, source)
+    _replace(sketch, workload.quantize, workload.dtype, source)
     left = set(sketch.modules())
     numbers = {n for n, layer in enumerate(order) if layer in before and layer not in left}
     del sketch, before, left
     order.clear()
-    try:
-        _begin(seed)  # whatever the sketch drew
-        return _drawn_one_by_one(build, library, kind, numbers, TORCH_DTYPES[dtype])
-    except (_NotOneByOneError, RuntimeError):
-        _begin(seed)
-        return build()
+    _begin(workload.seed)  # whatever the sketch drew
+    with suppress(RuntimeError):
+        dtype = TORCH_DTYPES[workload.dtype]
+        made = _drawn_one_by_one(build, library, workload.quantize, numbers, dtype)
+        if made is not None:
+            return made
+    _begin(workload.seed)
+    return build()
 
 
 def _begin(seed: int) -> None:
@@ -178,7 +177,8 @@ def _drawn_one_by_one(
     kind: Quantize,
     numbers: Set[int],
     dtype: torch.dtype,
-) -> nn.Module:
+) -> nn.Module | None:
+    """The model; None if it does not set its weights one by one, or writes to them afterwards."""
     base: Any = importlib.import_module("transformers").PreTrainedModel
     reset, initialize = nn.Linear.reset_parameters, base._initialize_weights
     count = itertools.count()
@@ -207,7 +207,7 @@ def _drawn_one_by_one(
     ):
         model = build()
     if waiting or any(weight._version != version for weight, version in packed):
-        raise _NotOneByOneError
+        return None
     return model
 
 
@@ -252,18 +252,17 @@ def as_made(model: nn.Module, *, source: str) -> nn.Module:
     return model
 
 
-def settled(
-    model: nn.Module, *, dtype: torch.dtype, quantize: Quantize, adapter: str, source: str
-) -> nn.Module:
+def settled(model: nn.Module, workload: Workload, *, source: str) -> nn.Module:
     """The model with its adapters, ready for training: see `settle_quantized`.
 
-    Adapters of packed weights are made in float32, and cast to `dtype` if they follow the base.
-    ProtrainError for a quantised layer that no plan supports.
+    Adapters of packed weights are made in float32, and cast to the stored dtype if they follow the
+    base. ProtrainError for a quantised layer that no plan supports.
     """
     refuse_quantized(model, source=source)
     settle_quantized(model)
-    lora = read_adapter(adapter)
-    if quantize and lora is not None and lora.dtype == "base":
+    lora = read_adapter(workload.adapter)
+    if workload.quantize and lora is not None and lora.dtype == "base":
+        dtype = parameter_dtype(workload.dtype, workload.precision)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)

@@ -130,9 +130,7 @@ class ConfigSource:
             try:
                 with no_larger_than(None, source=self.name):
                     model = (
-                        packed_as_drawn(
-                            plain, quantize, dtype=dtype, seed=workload.seed, source=self.name
-                        )
+                        packed_as_drawn(plain, workload, source=self.name)
                         if quantize and not on_meta
                         else plain()
                     )
@@ -142,9 +140,7 @@ class ConfigSource:
                 raise self._refused(error) from error
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
-            model = settled(
-                model, dtype=stored, quantize=quantize, adapter=adapter, source=self.name
-            )
+            model = settled(model, workload, source=self.name)
         if home != device:
             model.to(device)
         return computing_in(model, dtype, workload.precision).train()
@@ -161,12 +157,7 @@ class ConfigSource:
         stored = parameter_dtype(workload.dtype, workload.precision)
         config, model_class = self._config_and_class()
         request = BatchRequest(
-            source=self.name,
-            config=config,
-            batch_size=workload.batch_size,
-            seq_len=workload.seq_len,
-            text=byte_tokens(text),
-            seed=workload.seed,
+            source=self.name, config=config, workload=workload, text=byte_tokens(text)
         )
         with self._explained():
             made = inputs_of(model_class.__name__, request)
@@ -293,7 +284,7 @@ class FactorySource:
             model = quantized(model, quantize, adapter=adapter, dtype=dtype, source=self.name)
             model = adapted(model, adapter, source=self.name)
         model = moved(model, device=device)
-        model = settled(model, dtype=stored, quantize=quantize, adapter=adapter, source=self.name)
+        model = settled(model, workload, source=self.name)
         return computing_in(model, dtype, workload.precision).train()
 
     def batches(

@@ -269,6 +269,9 @@ class TrainerFile:
             holds = (bool(self.facts[one.strip("-")]) != ("-" in one) for one in when.split())
             if option not in given and all(holds):
                 raise self.error(fact, problem, fix)
+        # The keys that turn on ZeRO or FSDP, with float32 masters.
+        said = self.facts["sharded"]
+        self.shards = [key for key in self.format.shards if said or self.decided.get(key)]
         # A row of pairs has a chosen and a rejected sequence.
         self.sequences_per_row = 2 if self.facts["pairs"] else 1
         made = {name: make(self) for name, make in _OPTIONS.items() if name not in given}
@@ -317,12 +320,6 @@ class TrainerFile:
         if value is None or value is True:
             return _flag(option) if value else ""
         return f"{_flag(option)} {shlex.quote(str(value))}"
-
-    @property
-    def shards(self) -> list[str]:
-        """The keys that turn on ZeRO or FSDP, with float32 masters."""
-        said = self.facts["sharded"]
-        return [key for key in self.format.shards if said or self.decided.get(key)]
 
     def error(self, fact: str, problem: str, fix: str | None = None) -> ProtrainError:
         """An error at the present or possible key of a fact."""

@@ -26,7 +26,7 @@ from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER, host_share, optim
 from protrain_plan.models.sources import ModelSource
 from protrain_plan.profiling.memory.block_classes import filled
 from protrain_plan.profiling.memory.fake_meter import NUMBER_BYTES, FakeMeter
-from protrain_plan.profiling.memory.lasting import Loaded
+from protrain_plan.profiling.memory.lasting import added_bytes
 from protrain_plan.profiling.memory.unit_bytes import without_falls
 from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse, told_of_steps
 from protrain_plan.profiling.tally import Tally, UpdateWork, library_bytes, rates_of
@@ -40,6 +40,8 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.forms import FORMS, allowed_forms, names_of
 from protrain_runtime.contract.records.hardware import DeviceKind, Hardware
 from protrain_runtime.contract.records.profile import SPARSE, Profile, Workload
+from protrain_runtime.devices import device as devices
+from protrain_runtime.devices.memory_meter import reachable
 from protrain_runtime.diagnostics.matching import model_fingerprint, model_tensors
 from protrain_runtime.states.update_rules import UpdateRules
 
@@ -110,11 +112,11 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
             fix="profile on the device, or --optimizer adamw8bit, whose kernels are known",
         )
     progress("reading a batch", 0.0)
-    loaded = Loaded() if kind == "cpu" else None
+    before = reachable(devices.HOST) if kind == "cpu" else None
     # Held while bytes are counted: references to a batch take memory in a run, too.
     batches = source.batches(workload, text=options.get("text"))
     given = first_of(batches, source=source.name)
-    data_bytes = 0 if loaded is None else loaded.num_bytes(given)
+    data_bytes = 0 if before is None else added_bytes(before, given)
     steps: list[OperatorLog] = []
 
     def meter() -> FakeMeter:
@@ -176,22 +178,15 @@ def _tally(source: ModelSource, workload: Workload, machine: Hardware, options: 
         varies=sketch.varies,
         allowed=options.get("allow", ()),
     )
-    progress("done", 1.0)
-    return Tally.of(profile, work, ran, _update_work(by_itself, workload, optimizer))
-
-
-def _update_work(rules: UpdateRules, workload: Workload, optimizer: str) -> UpdateWork:
-    """Bytes that a step moves.
-
-    In host memory, the device's copies of each parameter use the same bandwidth: its gradient, and
-    itself for forward and for backward.
-    """
-    stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
     stored = parameter_dtype(workload.dtype, workload.precision)
+    stepped = TORCH_DTYPES[stepped_dtype(workload.dtype, workload.precision)]
     moved = 2.0 * stepped.itemsize + stored.itemsize  # read, written; the gradient
-    moved += 2 * rules.of(stepped).element_bytes
+    moved += 2 * by_itself.of(stepped).element_bytes
     if stored != stepped:
         moved += stored.itemsize  # the parameters in the compute dtype
-    return UpdateWork(
-        device_bytes=moved, host_bytes=moved + 3 * stored.itemsize, host_share=host_share(optimizer)
-    )
+    # In host memory the device's copies of each parameter use the same bandwidth: its gradient, and
+    # itself for forward and for backward.
+    in_host = moved + 3 * stored.itemsize
+    update = UpdateWork(device_bytes=moved, host_bytes=in_host, host_share=host_share(optimizer))
+    progress("done", 1.0)
+    return Tally.of(profile, work, ran, update)

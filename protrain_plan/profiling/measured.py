@@ -4,7 +4,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -36,17 +36,7 @@ from protrain_plan.profiling.memory.unit_bytes import (
 )
 from protrain_plan.profiling.optimizer_cost import optimizer_cost, refuse_sparse, told_of_steps
 from protrain_plan.profiling.rehearsal import Rehearsal, Reserve, rehearse
-from protrain_plan.profiling.structure import whereabouts
-from protrain_plan.profiling.structure.discovery import (
-    Start,
-    discover,
-    fullest,
-    plain_attributes,
-    record_execution,
-    starting_from,
-    undisturbed,
-    variation,
-)
+from protrain_plan.profiling.structure import discovery, whereabouts
 from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_plan.profiling.structure.rerun import run_once
 from protrain_plan.profiling.tally import timed
@@ -173,8 +163,8 @@ def measure_model(
         stack.callback(let_pack)
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
-        passes.drop_gradients(model)
-        stack.enter_context(undisturbed(model))
+        model.zero_grad()
+        stack.enter_context(discovery.undisturbed(model))
         stack.callback(switch_off_checkpointing(model))
         stack.callback(switch_off_caches(model))
         batch = first_of(batches, source=workload.model)
@@ -186,7 +176,8 @@ def measure_model(
             optimizer=optimizer,
             allow=allow,
             running=running,
-            clock=_Clock(progress, probing=machine is None),
+            progress=progress,
+            after_s=_PROBING_S if machine is None else 0.0,
             reserve=Reserve(device),
         )
         measuring.find_units(stack)
@@ -195,9 +186,12 @@ def measure_model(
         viewed = dict.fromkeys(rehearsal.held_views, HELD_VIEW)
         structure = replace(structure, stays={**viewed, **structure.stays})
         fixed_bytes = structure.fixed_bytes + measuring.reserve.library_bytes()
-        units, left_bytes = measuring.counted(structure)
+        measuring.tell("counting bytes", 0.2)
+        with stubs_in_place(measuring.found, measuring.classes):
+            units, left_bytes = measure_bytes(model, batch, structure, measuring.reserve.meter)
+        units = without_falls(filled(units, measuring.classes))
         seconds, launching = measuring.slot_seconds(units, structure.kept, num_steps)
-    progress, workload = measuring.clock, measuring.workload
+    progress, workload = measuring.tell, measuring.workload
     if machine is None:
         progress("probing the machine", 0.7)
         machine = probe(
@@ -245,25 +239,37 @@ class _Measuring:
     optimizer: str
     allow: tuple[str, ...]
     running: Sketch | None
-    clock: "_Clock"
+    progress: Progress
+    after_s: float  # what follows the steps takes
+    ends: float = 0.0  # expected, on the monotonic clock
     reserve: Reserve
+
+    def tell(self, what: str, fraction: float) -> None:
+        """Report a pass, with its estimated end once a step's time is known."""
+        left = self.ends - time.monotonic()
+        self.progress(whereabouts.with_rest(what, left) if left > 1 else what, fraction)
+
+    def expect(self, seconds: float) -> None:
+        """Set the expected seconds of the remaining steps."""
+        self.ends = time.monotonic() + seconds + self.after_s
 
     def find_units(self, stack: ExitStack) -> None:
         """Find and compile the units, with stubs for those that do not run until the stack ends."""
-        self.clock("finding units", 0.05)
+        self.tell("finding units", 0.05)
         model, batch = self.model, self.batch
         if (running := self.running) is None:
-            start, execution = fullest(model, batch)
-            self.found = discover(model, batch, execution)
+            start, execution = discovery.fullest(model, batch)
+            self.found = discovery.discover(model, batch, execution)
             self.block_classes = BlockClasses(tuple(range(len(self.found))), {})
-            self.varies = variation(model, execution, self.batches)
+            self.varies = discovery.variation(model, execution, self.batches)
         else:
-            start, self.varies = Start(running.seed, plain_attributes(model)), None
+            start = discovery.Start(running.seed, discovery.plain_attributes(model))
+            self.varies = None
             self.found, self.block_classes = running.found, running.block_classes
             if running.varies:  # all units run
-                execution = record_execution(model, batch, start)
-                self.varies = variation(model, execution, self.batches)
-        stack.enter_context(starting_from(model, start))
+                execution = discovery.record_execution(model, batch, start)
+                self.varies = discovery.variation(model, execution, self.batches)
+        stack.enter_context(discovery.starting_from(model, start))
         refuse_compiled_around(model, (unit.module for unit in self.found))
         blocks = {unit.name: unit.module for unit in self.found if unit.module is not None}
         if are_compiled(blocks):
@@ -279,21 +285,17 @@ class _Measuring:
             passes.training_step(model, batch)
         grads = ((name, parameter.grad) for name, parameter in model.named_parameters())
         self.sparse = {n for n, g in grads if g is not None and g.layout != torch.strided}
-        passes.drop_gradients(model)
+        model.zero_grad()
         refuse_sparse(self.sparse, self.optimizer, self.workload)
-
-    def _without_equals(self) -> AbstractContextManager[object]:
-        """Count bytes of equal blocks once."""
-        return stubs_in_place(self.found, self.classes) if self.running is None else nullcontext()
 
     def analyzed(self) -> ModelStructure:
         """The bytes that units save, by form."""
-        self.clock("finding what is saved", 0.1)
+        self.tell("finding what is saved", 0.1)
         began = time.monotonic()
         once = run_once(self.model, self.found, self.batch)
         step_s = max(time.monotonic() - began, 1e-3)
         many = _STEPS_BESIDES + len(FORMS) / 2 * passes.sampled_steps(step_s)
-        self.clock.expect(many * step_s)
+        self.expect(many * step_s)
         # Bytes of equal blocks are counted once; seconds are the whole model's. Blocks' saved
         # tensors are visible only below the compiler: all compiled ones run.
         compiled = bool(self.workload.compile)
@@ -301,7 +303,7 @@ class _Measuring:
             self.classes = equal_blocks(self.model, self.found, self.batch, alone=once)
         else:
             self.classes = self.block_classes
-        with self._without_equals():
+        with stubs_in_place(self.found, self.classes):
             return analyze_units(
                 self.model,
                 self.batch,
@@ -318,33 +320,30 @@ class _Measuring:
         self, structure: ModelStructure, spill_directory: Path, *, timed: bool
     ) -> Rehearsal:
         """A rehearsal of a run, with a `timed` step if all units run."""
-        self.clock(whereabouts.REHEARSING, 0.15)
+        self.tell(whereabouts.REHEARSING, 0.15)
         by_rows = {
             chunk.unit
             for chunk in structure.chunks
             if any(part.name in self.sparse for part in chunk.slices)
         }
+        units = [  # with the inputs of those that ran
+            replace(unit, own_inputs=structure.units[ran].own_inputs)
+            for unit, ran in zip(structure.units, self.classes.representatives, strict=True)
+        ]
         with holding_nothing(self.model, device_of(self.model)):  # of units that do not run
             return rehearse(
                 self.model,
                 self.batch,
-                structure.described(self.classes.representatives),
+                units,
                 self.workload,
                 spill_directory,
                 self.reserve,
                 optimizer=self.optimizer,
-                absent=self.block_classes.stubbed,
+                absent=[*self.block_classes.outputs],
                 staying=structure.stays.keys() | by_rows,
-                swapped_bytes=sum(saved.swappable_bytes for saved in structure.saved["keep"]),
+                swapped_bytes=sum(sum(saved.pieces) for saved in structure.saved["keep"]),
                 timed=timed and self.running is None,
             )
-
-    def counted(self, structure: ModelStructure) -> tuple[list[Unit], int]:
-        """The units with their bytes, and bytes left after a step."""
-        self.clock("counting bytes", 0.2)
-        with self._without_equals():
-            units, left = measure_bytes(self.model, self.batch, structure, self.reserve.meter)
-        return without_falls(filled(units, self.classes)), left
 
     def slot_seconds(
         self, units: Sequence[Unit], kept: Set[int], num_steps: int | None
@@ -354,8 +353,8 @@ class _Measuring:
         began = time.monotonic()
 
         def tick(done: float) -> None:
-            self.clock.expect((time.monotonic() - began) * (1 / done - 1))
-            self.clock("timing steps", 0.25 + 0.45 * done)
+            self.expect((time.monotonic() - began) * (1 / done - 1))
+            self.tell("timing steps", 0.25 + 0.45 * done)
 
         # Kinds of batches run different blocks: the first runs all.
         kinds = self.varies is not None and not self.varies.by_values
@@ -376,22 +375,6 @@ HELD_VIEW = "a view of its parameters is held after their slot"
 _STEPS_BESIDES, _PROBING_S = 30, 25.0
 """Rehearsed and counted steps, in units of the first one, and the probe's seconds: measured with
 `tiny-llama` and `smollm2-135m` on two busy cores. About half of all forms are measured."""
-
-
-class _Clock:
-    """Progress with an estimated end, once a step's time is known."""
-
-    def __init__(self, progress: Progress, *, probing: bool) -> None:
-        self._progress, self._ends = progress, 0.0
-        self._after_s = _PROBING_S if probing else 0.0
-
-    def expect(self, seconds: float) -> None:
-        """Set the expected seconds of the remaining steps."""
-        self._ends = time.monotonic() + seconds + self._after_s
-
-    def __call__(self, what: str, fraction: float) -> None:
-        left = self._ends - time.monotonic()
-        self._progress(whereabouts.with_rest(what, left) if left > 1 else what, fraction)
 
 
 _COMPILER_BYTES = 64 * 2**20

@@ -354,9 +354,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args))
         if name not in _VIEWS and not name.startswith(_MAKERS) and tensors:

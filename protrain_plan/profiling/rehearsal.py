@@ -72,7 +72,6 @@ class Reserve:
         if not devices.on_host(device):
             gc.collect()  # garbage collected later would be missing then
             self._before_bytes = reachable_bytes(device)
-        self._seen: list[tuple[int, int]] = []  # reserved, and given out, at most
         self._meters: list[MemoryMeter] = []
 
     @property
@@ -80,7 +79,7 @@ class Reserve:
         """The bytes that plans hold back."""
         if devices.on_host(self._device):
             return 0
-        seen = [*self._seen, *(meter.reserved_and_allocated for meter in self._meters)]
+        seen = [meter.reserved_and_allocated for meter in self._meters]
         kinds = {self._segment_bytes(SMALL_BYTES), self._segment_bytes(LARGE_BYTES)}
         largest = max(reserved for reserved, _ in seen)
         return max(reserved - allocated for reserved, allocated in seen) + sum(
@@ -119,16 +118,13 @@ class Reserve:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See the step inside."""
+        """See the step inside, on an accelerator."""
         if devices.on_host(self._device):
             yield
             return
         gc.collect()
-        devices.free_cached(self._device)
-        torch.accelerator.reset_peak_memory_stats(self._device)
-        yield
-        reserved = torch.accelerator.max_memory_reserved(self._device)
-        self._seen.append((reserved, torch.accelerator.max_memory_allocated(self._device)))
+        with self.meter():
+            yield
 
 
 ALLOWANCE_BYTES = 6 * 2**20
@@ -251,7 +247,7 @@ def _all_moved(
     swapped_bytes: int,
 ) -> tuple[list[UnitPlan], list[nn.Parameter]]:
     """The units with everything offloaded and swapped, and the parameters that are trained."""
-    of_units = unit_parameters(model, [(unit.kind, unit.name, unit.parameters) for unit in units])
+    of_units = unit_parameters(model, units)
     missing = {p for index in absent for _, p in of_units[index]}
     trained = [p for p in model.parameters() if p.requires_grad and p not in missing]
     sizes = [

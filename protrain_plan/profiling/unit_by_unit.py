@@ -8,7 +8,7 @@ Estimates go by the same look at fake tensors (`sketch_and_model`).
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -35,15 +35,8 @@ from protrain_plan.profiling.memory.block_classes import (
 from protrain_plan.profiling.memory.fake_meter import FakeMeter
 from protrain_plan.profiling.memory.passes import MeterFactory
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
-from protrain_plan.profiling.structure import whereabouts
-from protrain_plan.profiling.structure.discovery import (
-    FoundUnit,
-    discover,
-    fullest,
-    starting_from,
-    undisturbed,
-    variation,
-)
+from protrain_plan.profiling.structure import discovery, whereabouts
+from protrain_plan.profiling.structure.discovery import FoundUnit
 from protrain_plan.profiling.structure.faking import fake_batch, fake_model, faking, without_values
 from protrain_plan.profiling.structure.parameters import refuse_parameters
 from protrain_plan.profiling.structure.rerun import run_once
@@ -150,7 +143,15 @@ def sketch_and_model(
     progress: Progress = lambda *_: None,
 ) -> tuple[Sketch, nn.Module]:
     """The sketch of a source's model on fake tensors, with `forms` and `meter`, and the model."""
-    with _settled(), faking(workload.device) as mode, without_values(source.name):
+    with ExitStack() as stack:
+        # Every step collects garbage before it is counted, and would look through a million
+        # objects, libraries' mostly. Garbage of before is no part of the count, and stays.
+        if not gc.get_freeze_count():
+            stack.callback(gc.unfreeze)
+        gc.freeze()
+        stack.enter_context(collected(USUAL))
+        mode = stack.enter_context(faking(workload.device))
+        stack.enter_context(without_values(source.name))
         progress("building the model", 0.05)
         model = fake_model(source, workload)
         refuse_parameters(model, source=source.name)
@@ -158,14 +159,16 @@ def sketch_and_model(
         switch_off_caches(model)
         batch = fake_batch(mode, given)
         gc.freeze()  # what building has imported, too
-        with undisturbed(model), ExitStack() as stack:
+        with discovery.undisturbed(model):
             progress("finding units", 0.2)
-            start, execution = fullest(model, batch)
-            stack.enter_context(starting_from(model, start))
-            found = discover(model, batch, execution)
+            start, execution = discovery.fullest(model, batch)
+            stack.enter_context(discovery.starting_from(model, start))
+            found = discovery.discover(model, batch, execution)
             refuse_compiled_around(model, (unit.module for unit in found))
             once = run_once(model, found, batch)
-            varies = variation(model, execution, repeat(batch)) if execution.steers else None
+            varies = None
+            if execution.steers:
+                varies = discovery.variation(model, execution, repeat(batch))
             alone = once if varies is None else range(len(found))
             block_classes = equal_blocks(model, found, batch, alone=alone)
             stack.enter_context(stubs_in_place(found, block_classes))
@@ -194,23 +197,6 @@ def sketch_and_model(
                 varies=str(varies or ""),
             )
     return sketch, model
-
-
-@contextmanager
-def _settled() -> Iterator[None]:
-    """Leave what is in memory already, libraries mostly, out of the search for garbage.
-
-    Every step collects garbage before it is counted, and would look through a million objects.
-    Garbage of before is no part of the count, and stays until the end.
-    """
-    frozen_by_others = gc.get_freeze_count() > 0
-    gc.freeze()
-    try:
-        with collected(USUAL):
-            yield
-    finally:
-        if not frozen_by_others:
-            gc.unfreeze()
 
 
 def build_sparsely(
@@ -245,7 +231,7 @@ def build_sparsely(
         replace(unit, module=model.get_submodule(unit.name) if unit.kind == "block" else None)
         for unit in sketch.found
     )
-    absent = {name for unit in sketch.block_classes.stubbed for name in found[unit].parameters}
+    absent = {name for unit in sketch.block_classes.outputs for name in found[unit].parameters}
     left = {parameter for name, parameter in model.named_parameters() if name in absent}
     with seeded(workload.seed):
         for _, layer in packed_layers(model):

@@ -71,10 +71,10 @@ from protrain_runtime.diagnostics.recording import Watch
 from protrain_runtime.engine.boundaries import Boundaries
 from protrain_runtime.engine.engine import Engine
 from protrain_runtime.engine.moves import Moves
-from protrain_runtime.model.drawn_values import DrawnValues
 from protrain_runtime.model.optimizer import ParameterGroups, PlannedOptimizer
 from protrain_runtime.model.prepared import (
     ATTRIBUTE,
+    DrawnValues,
     Prepared,
     Undo,
     add_state_dict_hooks,
@@ -98,9 +98,9 @@ from protrain_runtime.states.known_optimizers import in_turn
 from protrain_runtime.states.master_weights import with_master_weights
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.quantized import (
+    named_scales,
     pack_absent,
     refuse_quantized,
-    scales,
     settle_quantized,
 )
 from protrain_runtime.states.stand_ins import AwayParameter, come_back
@@ -285,8 +285,7 @@ def _values(weights: Path | str | None, absent: Set[str]) -> Weights | None:
 
 def _below(model: nn.Module, plan: Plan) -> set[nn.Parameter]:
     """Parameters that the plan offloads, or shards over devices."""
-    shape = [(unit.kind, unit.name, unit.parameters) for unit in plan.units]
-    chunks = zip(plan.units, unit_parameters(model, shape), strict=True)
+    chunks = zip(plan.units, unit_parameters(model, plan.units), strict=True)
     return {
         parameter
         for unit, parameters in chunks
@@ -455,7 +454,8 @@ def _attach(
     if ranks is not None:
         ranks.meeting.meet("prepare()")
         own_values = [p for name, p in model.named_parameters() if name not in absent]
-        own.append(_share(ranks, [*own_values, *model.buffers(), *scales(model)]))
+        beside = [scale for _, scale in named_scales(model)]
+        own.append(_share(ranks, [*own_values, *model.buffers(), *beside]))
         undo.append(lambda: _bring_back_together(ranks, chunks if prepared.has_values else ()))
     _make_copies(chunks, stores, ranks)
     leaving = _offload(prepared, chunks, rules, stores, kind)

@@ -131,7 +131,7 @@ def test_stand_ins_need_no_parameters_and_values_stay_finite() -> None:
     model = model_of(source)
     found = discover(model, batch)
     block_classes = equal_blocks(model, found, batch)
-    for unit in block_classes.stubbed:
+    for unit in block_classes.outputs:
         module = found[unit].module
         assert module is not None
         module.to("meta")
@@ -140,7 +140,7 @@ def test_stand_ins_need_no_parameters_and_values_stay_finite() -> None:
         loss.backward()
     assert loss.isfinite()
     with_gradients = {name for name, p in model.named_parameters() if p.grad is not None}
-    elided_names = {name for unit in block_classes.stubbed for name in found[unit].parameters}
+    elided_names = {name for unit in block_classes.outputs for name in found[unit].parameters}
     assert with_gradients == {name for name, _ in model.named_parameters()} - elided_names
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 

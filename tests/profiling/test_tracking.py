@@ -193,7 +193,7 @@ def test_operators_take_what_they_take_on_the_machine_at_hand(name: str) -> None
 
 
 def steps(
-    function: Callable[..., Tensor], meter: passes.Meter, given: Mapping[str, Tensor]
+    function: Callable[..., Tensor], meter: MemoryMeter | FakeMeter, given: Mapping[str, Tensor]
 ) -> None:
     x = given["x"].clone().requires_grad_()
     with meter:

@@ -73,7 +73,7 @@ def test_bytes_are_those_of_the_whole_model(name: str) -> None:
     batch = next(batches)
     with undisturbed(model), stubs_in_place(found, sketch.block_classes):
         passes.training_step(model, batch)
-        passes.drop_gradients(model)
+        model.zero_grad()
         anatomy = analyze_units(model, batch, found, precision=workload.precision)
         units = measure_bytes(model, batch, anatomy, MemoryMeter)[0]
     assert (
@@ -90,7 +90,7 @@ def test_only_what_runs_has_memory_and_the_seed_says_its_values() -> None:
     (one, found, _), (two, _, _) = (
         build_sparsely(source, workload, sketch, text=None) for _ in range(2)
     )
-    absent = {name for unit in sketch.block_classes.stubbed for name in found[unit].parameters}
+    absent = {name for unit in sketch.block_classes.outputs for name in found[unit].parameters}
     assert {name for name, p in one.named_parameters() if p.is_meta} == absent
     assert {name.split(".")[2] for name in absent} == {"2", "3", "4"}
     for (name, first), (_, second) in zip(
@@ -132,7 +132,7 @@ def test_a_sketch_counts_what_a_step_takes() -> None:
     needed = parameters + meter.segments[0].peak_bytes
     # All gradients and all activations do not stand at once: an upper bound, below their sum twice.
     assert needed <= sketch.whole_bytes <= 2 * needed
-    assert sketch.block_classes.stubbed
+    assert sketch.block_classes.outputs
 
 
 @pytest.mark.nightly

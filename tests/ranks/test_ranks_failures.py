@@ -30,7 +30,6 @@ from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import PERSISTENT, Placement, TierBytes
 from protrain_runtime.devices import device as devices
 from protrain_runtime.engine.engine import Engine
-from protrain_runtime.model.between_steps import FullParameters
 from protrain_runtime.model.prepared import ATTRIBUTE
 from tests.support.ranks_cases import run_ranks, started
 from tests.support.routed_model import Block, batch, built, plan_of, step
@@ -314,7 +313,7 @@ CALLS: Sequence[tuple[str, Calls, Calls, str]] = (
     (
         "full_parameters()",
         looks,
-        where(sys.modules[FullParameters.__module__], "check_free", NO_ROOM, looks),
+        where(sys.modules[full_parameters.__module__], "check_free", NO_ROOM, looks),
         "no room\n  fix: make some",
     ),
     (

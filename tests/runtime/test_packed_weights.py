@@ -34,9 +34,9 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.contract.records.profile import Profile, Quantize
 from protrain_runtime.states.quantized import (
+    named_scales,
     packed_layers,
     products_of_a_card,
-    scales,
     scales_of,
     settle_quantized,
 )
@@ -148,7 +148,9 @@ def test_packed_bytes_and_scales_are_counted_to_the_byte(profile: Profile) -> No
     packed_model = model_of(
         source, dtype="bfloat16", adapter=ADAPTER, quantize=profile.workload.quantize
     )
-    assert sum(t.numel() * t.itemsize for t in scales(packed_model)) == len(blocks) * counted
+    assert (
+        sum(t.numel() * t.itemsize for _, t in named_scales(packed_model)) == len(blocks) * counted
+    )
     without = model_of(source, dtype="bfloat16", adapter=ADAPTER, device="meta")
     buffers = sum(b.numel() * b.itemsize for b in without.buffers())
     tokens = 2 * 8 * BATCH * SEQUENCE

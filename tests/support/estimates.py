@@ -104,6 +104,6 @@ def weighed(
     found = discover(model, batch)
     if warm:
         passes.training_step(model, batch)
-        passes.drop_gradients(model)
+        model.zero_grad()
     anatomy = analyze_units(model, batch, found, **own)
     return measure_bytes(model, batch, anatomy, meter)[0], anatomy

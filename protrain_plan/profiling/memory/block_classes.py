@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.models.batches import Batch, call_model
+from protrain_plan.profiling.memory.lasting import identities
 from protrain_plan.profiling.memory.passes import SlotWatch, watched
-from protrain_plan.profiling.memory.saved import Packed, TrackedStorages, identities
+from protrain_plan.profiling.memory.saved import Packed, TrackedStorages
 from protrain_plan.profiling.structure.discovery import FoundUnit, undisturbed
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
@@ -65,11 +66,7 @@ class BlockClasses:
     """Which units run: `representatives[u]` is u itself, or the unit equal to u."""
 
     representatives: tuple[int, ...]
-    outputs: Mapping[int, _Outputs]  # of units that do not run
-
-    @property
-    def stubbed(self) -> tuple[int, ...]:
-        return tuple(unit for unit, other in enumerate(self.representatives) if unit != other)
+    outputs: Mapping[int, _Outputs]  # of units that do not run, in order
 
 
 def equal_blocks(
@@ -204,9 +201,7 @@ class _Making(NothingCompiled, TorchDispatchMode):
     def _held(self, keys: Iterable[int]) -> bool:
         return any(self._known[key].held_elsewhere() for key in keys)
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
             return asked(func, args, kwargs or {})
         if func._schema.is_mutable:  # perhaps of a block's output, after its end

@@ -20,10 +20,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain_plan.hardware.operator_log import OperatorLog
 from protrain_plan.hardware.operators import INDEX_PUTS, Allocator
-from protrain_plan.profiling.memory.saved import identities
+from protrain_plan.profiling.memory.lasting import identities
 from protrain_plan.profiling.structure.dispatching import NothingCompiled
 from protrain_plan.profiling.structure.faking import asked
 from protrain_runtime.activations.trees import tensors_in
+from protrain_runtime.contract.program.program import in_blocks
 from protrain_runtime.devices.fake import FakeMode
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, strided_parts
 
@@ -212,9 +213,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
             raise RuntimeError("FakeMeter: segments are known after the with block has ended")
         return self._segments
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         numbered = self._keep_number(func, args) if self._allocator.python_scalars else None
         if func.namespace == "prim":
@@ -305,7 +304,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
             storage = tensor.untyped_storage()
             identity = storage._cdata
             if identity not in given and identity not in self._sizes:
-                size = self._allocator.rounded(storage.nbytes())
+                size = in_blocks(storage.nbytes(), self._allocator.block_bytes)
                 self._sizes[identity] = size
                 self._live += size
                 weakref.finalize(storage, self._release, identity).atexit = False

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Set
+from itertools import chain
 
 import torch
 from torch import nn
@@ -12,7 +13,13 @@ from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.memory_meter import device_of, reachable, storage_bytes, storages_of
+from protrain_runtime.devices.memory_meter import (
+    device_of,
+    reachable,
+    storage_bytes,
+    storages_of,
+    strided_parts,
+)
 
 _ELSEWHERE = "what its code holds besides its attributes"
 _MOST_STEPS = 16
@@ -40,12 +47,12 @@ class Lasting:
     def num_steps(self, step: Callable[[], object]) -> int:
         """Steps until all replaced tensors are replaced; 0: none. A queue of three takes three."""
         first = self._tensors()
-        left = _identities(first)
-        if left == _identities(self._before):
+        left = identities(chain(*first.values()))
+        if left == identities(chain(*self._before.values())):
             return 0
         for number in range(_MOST_STEPS):
             step()
-            still = left & _identities(self._tensors())
+            still = left & identities(chain(*self._tensors().values()))
             if still == left and number:
                 return number
             left = still
@@ -96,18 +103,11 @@ def other_bytes(model: nn.Module) -> int:
     return _bytes_besides(reachable(device_of(model)), storages_of(own).keys())
 
 
-class Loaded:
-    """Bytes that a source adds to host memory from here on, such as a data set."""
-
-    def __init__(self) -> None:
-        self._held = reachable(devices.HOST)  # so that their identities are not reused
-        self._before = storages_of(self._held).keys()
-
-    def num_bytes(self, batch: Batch) -> int:
-        """Bytes of host tensors added since, except a batch's."""
-        known = self._before | storages_of(tensors_in(batch)).keys()
-        gc.collect()
-        return _bytes_besides(reachable(devices.HOST), known)
+def added_bytes(before: Iterable[torch.Tensor], batch: Batch) -> int:
+    """Bytes of host tensors, such as a data set's, besides a batch's and those of `before`."""
+    known = storages_of([*before, *tensors_in(batch)]).keys()
+    gc.collect()
+    return _bytes_besides(reachable(devices.HOST), known)
 
 
 def _bytes_besides(tensors: Iterable[torch.Tensor], known: Set[int]) -> int:
@@ -116,5 +116,6 @@ def _bytes_besides(tensors: Iterable[torch.Tensor], known: Set[int]) -> int:
     return sum(storage.nbytes() for key, storage in found.items() if key not in known)
 
 
-def _identities(tensors: dict[str, list[torch.Tensor]]) -> set[int]:
-    return set(storages_of(tensor for held in tensors.values() for tensor in held))
+def identities(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Identities of the tensors' live storages; fake tensors have no addresses."""
+    return {int(part.untyped_storage()._cdata) for part in strided_parts(tensors)}

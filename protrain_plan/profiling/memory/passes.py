@@ -13,20 +13,21 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import nn
 
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.profiling.memory.fake_meter import FakeMeter
 from protrain_plan.profiling.structure import whereabouts
 from protrain_runtime.activations.forms import around, wrap_forward
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices import device as devices
-from protrain_runtime.devices.memory_meter import Segment, device_of
+from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, device_of
 from protrain_runtime.engine.boundaries import Boundaries, in_backward
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
@@ -36,17 +37,7 @@ FEWEST_STEPS, MOST_STEPS = 3, 15
 changes from second to second."""
 
 
-class Meter(Protocol):
-    """A counter of live bytes between marks; `segments` is available after the exit."""
-
-    def __enter__(self) -> object: ...
-    def __exit__(self, *error: Any) -> object: ...
-    def mark(self, label: str) -> None: ...
-    @property
-    def segments(self) -> tuple[Segment, ...]: ...
-
-
-MeterFactory = Callable[[], Meter]
+MeterFactory = Callable[[], MemoryMeter | FakeMeter]
 
 
 @dataclass
@@ -126,13 +117,12 @@ def watched(
         forms = [form] * len(modules)
     if FORMS[forms[-1]].of == "last part":
         watch.last = partial(around, forms[-1])
-    undo = [
-        wrap_forward(module, own)
-        for unit, (module, own) in enumerate(zip(modules, forms, strict=True))
-        if module is not None and own != "keep" and unit not in kept
-    ]
-    boundaries = Boundaries(model, modules, watch)
-    try:
+    with ExitStack() as stack:
+        for unit, (module, own) in enumerate(zip(modules, forms, strict=True)):
+            if module is not None and own != "keep" and unit not in kept:
+                stack.callback(wrap_forward(module, own))
+        boundaries = Boundaries(model, modules, watch)
+        stack.callback(boundaries.remove)
         yield
         if boundaries.skipped and not may_skip:
             raise ProtrainError(
@@ -142,10 +132,6 @@ def watched(
                 fix="run it in every forward, times zero where it is not wanted; or have the"
                 " factory's first batch run all blocks: plans hold for steps that skip some",
             )
-    finally:
-        boundaries.remove()
-        for unwrap in reversed(undo):
-            unwrap()
 
 
 def training_step(model: nn.Module, batch: Batch) -> float:
@@ -153,12 +139,6 @@ def training_step(model: nn.Module, batch: Batch) -> float:
     loss = loss_of(call_model(model, batch))
     loss.backward()
     return loss.item()
-
-
-def drop_gradients(model: nn.Module) -> None:
-    """Drop gradients, as `zero_grad(set_to_none=True)` does."""
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 _EARLY = "early "  # prefix of a mark where a slot may begin at run time
@@ -232,14 +212,14 @@ def memory_segments(
             loss = loss_of(call_model(model, batch))
         loss.backward()
         counting.mark(str(2 * len(modules)))
-    drop_gradients(model)
+    model.zero_grad()
     return tuple(_by_slot(counting.segments, gradients or (lambda _: 0)))[-(2 * len(modules) + 1) :]
 
 
 def _warm(model: nn.Module, batch: Batch, num_steps: int) -> None:
     for _ in range(num_steps):
         loss_of(call_model(model, batch)).backward()  # its value may be unknown
-        drop_gradients(model)
+        model.zero_grad()
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -277,15 +257,11 @@ def swapped_segments(
         packed[-1].append(ref(held))
         return held
 
-    def unpack(held: _Held) -> torch.Tensor:
-        assert held.tensor is not None, "there is no backward"
-        return held.tensor
-
     watch = SlotWatch(on_slot)
     with watched(model, modules, forms, watch, kept=kept, may_skip=True), counting:
         _warm(model, batch, num_warm)
         packed.clear()
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
             loss = loss_of(call_model(model, batch))
         watch.enter(len(modules) - 1, ())  # skipped blocks have not begun it
         counting.mark("end")
@@ -338,7 +314,7 @@ def slot_seconds(
             devices.synchronize(device)
             training_step(model, next(batches))
             stamp()
-        drop_gradients(model)
+        model.zero_grad()
         if on_host:
             return [end - start for start, end in pairwise(moments)], []
         devices.synchronize(device)

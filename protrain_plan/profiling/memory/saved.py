@@ -1,7 +1,7 @@
 """Bytes that units save for backward and pass on, from one traced forward."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from protrain_plan.models.batches import Batch, call_model, loss_of
+from protrain_plan.profiling.memory.lasting import identities
 from protrain_plan.profiling.memory.passes import SlotWatch, watched
 from protrain_plan.profiling.structure.rerun import held_tensors
 from protrain_runtime.activations.saved_tensors import MIN_SWAP_BYTES
@@ -21,11 +22,6 @@ from protrain_runtime.contract.program.program import grouped
 from protrain_runtime.contract.records.profile import HANDED_SIZES, Form
 from protrain_runtime.devices.lanes import num_holders
 from protrain_runtime.devices.memory_meter import strided_parts
-
-
-def identities(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Identities of the tensors' live storages; fake tensors have no addresses."""
-    return {int(part.untyped_storage()._cdata) for part in strided_parts(tensors)}
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -108,10 +104,6 @@ class SavedBytes:
     gets: tuple[str, ...] = ()  # shape and dtype of each tensor from the previous unit
     shared_inputs: tuple[int, ...] = ()  # each with the first unit that reads it
 
-    @property
-    def swappable_bytes(self) -> int:
-        return sum(self.pieces)
-
     def staying(self) -> "SavedBytes":
         """The same without swaps."""
         return replace(self, pieces=(), leaving=frozenset(), input_leaves=False)
@@ -122,9 +114,7 @@ class _LossSeen(TorchFunctionMode):
 
     seen = False
 
-    def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is cross_entropy and not torch.compiler.is_compiling():
             self.seen = True
         return func(*args, **(kwargs or {}))
@@ -132,13 +122,11 @@ class _LossSeen(TorchFunctionMode):
 
 def _handed(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
     """Texts of the differentiated tensors; without any, of the first floating-point one."""
-
-    def dtype(tensor: torch.Tensor) -> str:
-        return str(tensor.dtype).removeprefix("torch.")
-
-    real = [one for one in tensors if dtype(one) in HANDED_SIZES and one.layout == torch.strided]
+    dtypes = {one.dtype: str(one.dtype).removeprefix("torch.") for one in tensors}
+    strided = [one for one in tensors if one.layout == torch.strided]
+    real = [one for one in strided if dtypes[one.dtype] in HANDED_SIZES]
     handed = [one for one in real if one.requires_grad] or real[:1]
-    return tuple(f"{'x'.join(map(str, one.shape)) or '1'} {dtype(one)}" for one in handed)
+    return tuple(f"{'x'.join(map(str, one.shape)) or '1'} {dtypes[one.dtype]}" for one in handed)
 
 
 @dataclass(slots=True)

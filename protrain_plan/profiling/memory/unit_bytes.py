@@ -45,10 +45,9 @@ from protrain_runtime.contract.records.profile import (
 )
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices.memory_meter import Segment, storage_bytes
-from protrain_runtime.states.chunk_layouts import make_chunk, unit_parameters
+from protrain_runtime.states.chunk_layouts import make_chunks, sharing_memory
 from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Slice
-from protrain_runtime.states.parameters import of_one_storage, overlapping
-from protrain_runtime.states.quantized import absent_scale_bytes
+from protrain_runtime.states.quantized import named_scales
 from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 
 
@@ -56,18 +55,20 @@ from protrain_runtime.states.update_rules import UpdateRule, UpdateRules
 class ModelStructure:
     """A model's units, their parameters, and what each saves that is its own.
 
-    `base_bytes` are live before the first slot, and `fixed_bytes` are as in the profile, without
-    what libraries keep. `once` are the blocks whose forward cannot run twice, with the reasons (see
-    `rerun`), and `stays` says of units why their states stay on the device. `num_warm` steps
-    replace what the model keeps from one to the next. `shared_bytes` are those of base_bytes that a
-    recomputed block may hold of what others read too. `rules` are the optimizer's. `unused` are the
-    blocks that the loss does not depend on: nothing that they saved outlives the forward. `kept`
-    ones have one form: they keep what they save, whatever the others do. `last_forms` are forms to
-    try of the last part. Storages take whole blocks of `block` bytes. `variation` are further steps
-    of a model that does other work from step to step.
+    `units` are as a plan names them, with nothing decided. `base_bytes` are live before the first
+    slot, and `fixed_bytes` are as in the profile, without what libraries keep. `once` are the
+    blocks whose forward cannot run twice, with the reasons (see `rerun`), and `stays` says of units
+    why their states stay on the device. `num_warm` steps replace what the model keeps from one to
+    the next. `shared_bytes` are those of base_bytes that a recomputed block may hold of what others
+    read too. `rules` are the optimizer's. `unused` are the blocks that the loss does not depend on:
+    nothing that they saved outlives the forward. `kept` ones have one form: they keep what they
+    save, whatever the others do. `last_forms` are forms to try of the last part. Storages take
+    whole blocks of `block` bytes. `variation` are further steps of a model that does other work
+    from step to step.
     """
 
     found: tuple[FoundUnit, ...]
+    units: Sequence[UnitPlan]
     chunks: Sequence[Chunk]
     saved: dict[Form, list[SavedBytes]]
     base_bytes: int
@@ -82,27 +83,6 @@ class ModelStructure:
     last_forms: Sequence[Form] = ()
     block: int = 1
     variation: Variation | None = None
-
-    @property
-    def modules(self) -> list[nn.Module | None]:
-        return [unit.module for unit in self.found]
-
-    def described(self, representatives: Sequence[int]) -> list[UnitPlan]:
-        """The units as a plan names them, with nothing decided and the inputs of those that ran."""
-        return [
-            UnitPlan(
-                name=unit.name,
-                kind=unit.kind,
-                parameters=unit.listed,
-                also_used_by=tuple(
-                    self.found[user].name for user in chunk.used_by if user != chunk.unit
-                ),
-                own_inputs=self.saved["keep"][ran].own_inputs,
-                activations=KEEP,
-                states=PERSISTENT,
-            )
-            for unit, chunk, ran in zip(self.found, self.chunks, representatives, strict=True)
-        ]
 
 
 def analyze_units(
@@ -138,13 +118,11 @@ def analyze_units(
     for index, unit in enumerate(found):
         if unit.writes:
             once.setdefault(index, f"its forward writes the parameter {unit.writes[0]!r}")
-    differentiated = any(saved.differentiated for saved in keep)
-    if differentiated:  # through one of them, and perhaps on through others
-        for index, module in enumerate(modules):
-            if module is not None:
-                once.setdefault(index, DIFFERENTIATED)
-    own_inputs = [unit.own_inputs for unit in keep]
     blocks = [index for index, unit in enumerate(found) if unit.kind == "block"]
+    differentiated = any(saved.differentiated for saved in keep)
+    for index in blocks if differentiated else ():  # one of them, and perhaps on through others
+        once.setdefault(index, DIFFERENTIATED)
+    own_inputs = [unit.own_inputs for unit in keep]
     unused = frozenset(index for index in blocks if not keep[index].awaited)
     kept = unused | once.keys()
     tried = allowed_forms(()) if forms is None else forms
@@ -168,13 +146,15 @@ def analyze_units(
     step = partial(saved_bytes, model, modules, batch, "keep")
     lasting.refuse_growth(step)
     on_blocks = is_accelerator(device)
-    chunks = _chunks(model, found, BLOCK_BYTES if on_blocks else ALIGNMENT)
+    undecided = _undecided(found, own_inputs)
+    chunks = make_chunks(model, undecided, alignment=BLOCK_BYTES if on_blocks else ALIGNMENT)
     parts = [part for chunk in chunks for part in chunk.slices]
     rules = UpdateRules(optimizer_factory(optimizer, precision))
     stepped = {part.name: part.rule(rules) for part in parts if part.trainable}
     base = storage_bytes([*model.buffers(), *tensors_in(batch)], block=block)
     held_inputs = sum(in_blocks(size, block) for unit in keep for size in unit.shared_inputs)
-    base += lasting.num_bytes(block=block) + held_inputs + absent_scale_bytes(model, block=block)
+    absent = sum(in_blocks(s.nbytes, block) for _, s in named_scales(model) if s.is_meta)
+    base += lasting.num_bytes(block=block) + held_inputs + absent
     if not on_blocks:
         # An optimizer's scalars per parameter (AdamW's step) are cloned while an update is in
         # flight, and one element is there for an offloaded parameter; losses and their gradients
@@ -183,6 +163,7 @@ def analyze_units(
         base += sum(part.dtype.itemsize for part in parts) + 256
     return ModelStructure(
         found=found,
+        units=undecided,
         chunks=chunks,
         saved=saved,
         base_bytes=base,
@@ -221,8 +202,7 @@ def _staying(
     """Why the chunks stay that cannot be moved parameter by parameter, by unit."""
     written = {name for unit in found for name in unit.writes}
     placed = {name for unit in found for name in unit.placed}
-    stays = dict.fromkeys(of_one_storage(chunks), "parameters are views of one storage")
-    stays |= dict.fromkeys(overlapping(chunks), "parameters share memory")
+    stays = sharing_memory(chunks)
     for chunk in chunks:
         dtypes = {part.dtype for part in chunk.slices if part.trainable}
         if len(dtypes) > 1:
@@ -282,7 +262,7 @@ def measure_bytes(
     and for each form in which other inputs leave, and one for each mixture where the model is more
     than a chain.
     """
-    keep, modules = structure.saved["keep"], structure.modules
+    keep, modules = structure.saved["keep"], [unit.module for unit in structure.found]
     # Of parameters that get a gradient, its bytes. A sparse one may have more than the parameter: a
     # row for every time that it is read.
     arrived: dict[str, int] = {}
@@ -330,7 +310,7 @@ def measure_bytes(
         for form in structure.last_forms:
             with suppress(Exception):  # any code of the model runs here, and refusals of the form
                 last[form] = _levels(segments(batch, form), structure, arrived)
-            passes.drop_gradients(model)
+            model.zero_grad()
         varies = structure.variation
         for start, other in varies.steps if varies and not varies.by_values else ():
             with starting_from(model, start):
@@ -534,17 +514,24 @@ def _live_gradients(structure: ModelStructure, arrived: Mapping[str, int], *, af
     )
 
 
-def _chunks(model: nn.Module, found: Sequence[FoundUnit], alignment: int) -> list[Chunk]:
-    parameters = unit_parameters(model, [(unit.kind, unit.name, unit.listed) for unit in found])
-    owner = {name: index for index, unit in enumerate(parameters) for name, _ in unit}
-    users: list[list[int]] = [[index] for index in range(len(found))]
-    for index, unit in enumerate(found):
+def _undecided(found: Sequence[FoundUnit], own_inputs: Sequence[tuple[int, ...]]) -> list[UnitPlan]:
+    """The units as a plan names them, with nothing decided."""
+    owner = {name: index for index, unit in enumerate(found) for name in unit.parameters}
+    users: list[dict[str, None]] = [{} for _ in found]
+    for unit in found:
         for name in unit.also_uses:
-            if index not in users[owner[name]]:
-                users[owner[name]].append(index)
+            users[owner[name]][unit.name] = None
     return [
-        make_chunk(index, unit, tuple(users[index]) if unit else (), alignment=alignment)
-        for index, unit in enumerate(parameters)
+        UnitPlan(
+            name=unit.name,
+            kind=unit.kind,
+            parameters=unit.listed,
+            also_used_by=tuple(using),
+            own_inputs=inputs,
+            activations=KEEP,
+            states=PERSISTENT,
+        )
+        for unit, using, inputs in zip(found, users, own_inputs, strict=True)
     ]
 
 

@@ -17,7 +17,7 @@ import threading
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any, Literal, NamedTuple
@@ -38,7 +38,7 @@ from protrain_runtime.activations.trees import tensors_in, written_arguments
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.folding import fold, runs
 from protrain_runtime.devices import device as devices
-from protrain_runtime.states.parameters import extent
+from protrain_runtime.states.chunk_layouts import extent
 
 # --- one forward, written down --------------------------------------------------------------------
 
@@ -134,8 +134,7 @@ def restore_attributes(attributes: Attributes) -> None:
                 module.__dict__[name] = value
 
 
-@contextmanager
-def starting_from(model: nn.Module, start: Start) -> Iterator[None]:
+def starting_from(model: nn.Module, start: Start) -> AbstractContextManager[object]:
     """Every forward inside begins from `start`: what it does by chance or by count is the same."""
 
     def begin(*_: object) -> None:
@@ -145,11 +144,7 @@ def starting_from(model: nn.Module, start: Start) -> Iterator[None]:
             sys.modules["numpy"].random.seed(start.seed)
         restore_attributes(start.attributes)
 
-    handle = model.register_forward_pre_hook(begin)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.register_forward_pre_hook(begin)
 
 
 def record_execution(model: nn.Module, batch: Batch, start: Start | None = None) -> Execution:
@@ -170,11 +165,10 @@ def record_execution(model: nn.Module, batch: Batch, start: Start | None = None)
         stack.callback(begun.remove)
         stack.enter_context(uncompiled())
         for module in model.modules():
-            before = module.register_forward_pre_hook(
-                recorder.begin, prepend=True, with_kwargs=True
+            stack.enter_context(
+                module.register_forward_pre_hook(recorder.begin, prepend=True, with_kwargs=True)
             )
-            stack.callback(before.remove)
-            stack.callback(module.register_forward_hook(recorder.end, with_kwargs=True).remove)
+            stack.enter_context(module.register_forward_hook(recorder.end, with_kwargs=True))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(recorder)
         call_model(model, batch)
@@ -246,9 +240,7 @@ class _Recorder(NothingCompiled, TorchDispatchMode):
             )
         )
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":  # questions that fake tensors ask about themselves
             return asked(func, args, kwargs or {})
         self.asks |= torch.Tag.data_dependent_output in func.tags
@@ -570,9 +562,6 @@ def discover(
                 owner.setdefault(names[parameter], index)
     for name in names.values():
         owner.setdefault(name, len(stretches) - 1)
-    owned: list[list[str]] = [[] for _ in stretches]
-    for name, index in owner.items():
-        owned[index].append(name)
     times: Counter[str] = Counter()  # a module may run in two parts: the second "x" is "x#2"
     units: list[FoundUnit] = []
     for index, (name, block, operations) in enumerate(stretches):
@@ -584,7 +573,7 @@ def discover(
                 kind="part" if block is None else "block",
                 name=name if times[name] == 1 else f"{name}#{times[name]}",
                 module=None if block is None else block.module,
-                parameters=tuple(owned[index]),
+                parameters=tuple(name for name, own in owner.items() if own == index),
                 also_uses=tuple(used for used in uses[index] if owner[used] < index),
                 signature=hashlib.sha256(facts.encode()).hexdigest() if facts else "",
                 writes=tuple(dict.fromkeys(name for o in operations for name in o.written)),

@@ -100,9 +100,7 @@ class KnownValues(NothingCompiled, TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._overwritten: dict[int, torch.UntypedStorage] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return asked(func, args, kwargs)
@@ -382,11 +380,11 @@ def fake_batch(mode: FakeTensorMode, batch: Batch) -> Batch:
 
     Of integers and truths, such as token ids and masks, the values stay known (`values`).
     """
-    if isinstance(batch, Tensor):
-        return know(mode.from_tensor(batch), batch)
-    if isinstance(batch, Mapping):
-        return {name: _fake(mode, value) for name, value in batch.items()}
-    return tuple(_fake(mode, value) for value in batch)
+    tensors, rebuild = taken_apart(batch)
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        raise UnknownBytesError.sparse("the batch")
+    made: Batch = rebuild([know(mode.from_tensor(tensor), tensor) for tensor in tensors])
+    return made
 
 
 @contextmanager
@@ -405,10 +403,3 @@ def without_values(name: str) -> Iterator[None]:
             source=name,
             fix="profile it on the device that it will run on",
         ) from error
-
-
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    tensors, rebuild = taken_apart(value)
-    if any(tensor.layout != torch.strided for tensor in tensors):
-        raise UnknownBytesError.sparse("the batch")
-    return rebuild([know(mode.from_tensor(tensor), tensor) for tensor in tensors])

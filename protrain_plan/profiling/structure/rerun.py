@@ -54,9 +54,9 @@ class _Held:
     version: int = 0
 
 
-def attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """The module's own attributes and those of the modules in it, with their paths."""
-    for path, inner in module.named_modules():
+def _attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, object]]:
+    """The modules' own attributes by path; modules in modules are no attributes of theirs."""
+    for path, inner in modules:
         for name, value in inner.__dict__.items():
             if name not in _OF_EVERY_MODULE:
                 yield f"{path}.{name}".removeprefix("."), value
@@ -68,16 +68,20 @@ def snapshot(module: nn.Module) -> dict[str, object]:
     Tensors by identity and version, numbers and texts by value, containers and plain objects by
     what they hold.
     """
-    walk = _Walk()
-    found = {path: walk.described(value) for path, value in attributes(module)}
+    found = _described(module.named_modules())
     return found | {path: _tensor(value) for path, value in module.named_parameters()}
+
+
+def _described(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, object]:
+    walk = _Walk()
+    return {path: walk.described(value) for path, value in _attributes(modules)}
 
 
 def held_tensors(module: nn.Module) -> dict[str, list[torch.Tensor]]:
     """The tensors in every attribute that holds any but parameters and buffers, by its path."""
     known = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
     found: dict[str, list[torch.Tensor]] = {}
-    for path, value in attributes(module):
+    for path, value in _attributes(module.named_modules()):
         walk = _Walk()
         walk.described(value)
         for tensor in walk.tensors:
@@ -89,7 +93,7 @@ def held_tensors(module: nn.Module) -> dict[str, list[torch.Tensor]]:
 def aliases(model: nn.Module) -> set[int]:
     """The storages of tensors that attributes hold, but for parameters themselves."""
     walk = _Walk()
-    for _, value in attributes(model):
+    for _, value in _attributes(model.named_modules()):
         walk.described(value)
     parameters = {id(parameter) for parameter in model.parameters()}
     return {
@@ -191,7 +195,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
     """
     modules = [unit.module for unit in found]
     inside = {inner for module in modules if module is not None for inner in module.modules()}
-    outside = [module for module in model.modules() if module not in inside]
+    outside = [(path, own) for path, own in model.named_modules() if own not in inside]
     reasons: dict[int, str] = {}
     inputs: dict[int, Versions] = {}
     checkpointed: dict[int, str] = {}  # by the model itself: what a second run would change
@@ -203,7 +207,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         given = tensors_in((args, kwargs))
         _refuse_around(type(module).__name__, given)
         before = inputs[unit] = [(t, t._version) for t in given if not t.is_inference()]
-        buffers, held, others = other_buffers(module), snapshot(module), _own_of(outside)
+        buffers, held, others = other_buffers(module), snapshot(module), _described(outside)
         draws = Draws([*module.modules()])
         tensors, again = taken_apart((args, kwargs))  # what the first run writes into is not seen
         where = {p.device for p in module.parameters() if not p.is_meta}
@@ -214,7 +218,7 @@ def run_once(model: nn.Module, found: Sequence[FoundUnit], batch: Batch) -> dict
         with draws.first(), reads if reads.tensors else nullcontext():
             result: object = forward(*args, **kwargs)
         names = written_buffers(buffers, other_buffers(module))
-        now, others_now = snapshot(module), _own_of(outside)
+        now, others_now = snapshot(module), _described(outside)
         changed = [key for key in {**held, **now} if held.get(key, _NONE) != now.get(key, _NONE)]
         if why := _first_run(names, changed, others_now != others, before):
             reasons[unit] = why
@@ -292,17 +296,6 @@ def _first_run(
     return "its forward writes an input in place" if _written(inputs) else ""
 
 
-def _own_of(modules: Iterable[nn.Module]) -> list[object]:
-    """The attributes of modules, in a form that `==` compares, but for those of modules in them."""
-    walk = _Walk()
-    return [
-        walk.described(value)
-        for module in modules
-        for name, value in module.__dict__.items()
-        if name not in _OF_EVERY_MODULE
-    ]
-
-
 def _refuse_around(kind: str, tensors: Iterable[torch.Tensor]) -> None:
     """Refuse a block whose forward is transformed, or saves what hooks around it change."""
     if torch._C._functorch.maybe_current_level() is not None:
@@ -331,9 +324,7 @@ class _Reads(TorchFunctionMode):
         self.tensors = list(tensors)
         self.any = False
 
-    def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> object:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
         self.any |= any(id(tensor) in given for tensor in self.tensors)
         return func(*args, **(kwargs or {}))

@@ -31,7 +31,7 @@ from protrain_runtime.checkpoint.files import (
 )
 from protrain_runtime.contract.program.program import SAVING_BYTES
 from protrain_runtime.devices.stores import memory_of
-from protrain_runtime.states.values import Fill, Held, Value, order_of, part_of
+from protrain_runtime.states.values import Fill, Held, Target, order_of, part_of
 
 _MAX_DIMENSIONS = 64  # PyTorch's limit
 _MAX_NUMBER = 2**60  # of elements and of bytes
@@ -148,7 +148,7 @@ def joined(pieces: Sequence[Entry]) -> Entry:
     return replace(first, parts=tuple(parts))
 
 
-def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None) -> None:
+def fill_values(targets: Sequence[tuple[Entry, Target]], sums: Sums | None = None) -> None:
     """Read entries into values, cast to each value's dtype, and note the ranges read in `sums`."""
     for entry, value in sorted(targets, key=lambda target: target[0].parts[0]):
         order, (first, count) = order_of(value), part_of(value)
@@ -167,7 +167,7 @@ def fill_values(targets: Sequence[tuple[Entry, Value]], sums: Sums | None = None
         value.copy_from(_from(mine.view(torch.uint8)))
 
 
-def _cast(fill: Fill, entry: Entry, value: Value, target: torch.Tensor) -> None:
+def _cast(fill: Fill, entry: Entry, value: Target, target: torch.Tensor) -> None:
     """Fill a buffer with the entry's numbers, cast to the value's dtype."""
     for numbers in target.view(value.dtype).split(SAVING_BYTES // entry.dtype.itemsize):
         read = torch.empty(numbers.numel(), dtype=entry.dtype)

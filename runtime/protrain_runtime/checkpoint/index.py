@@ -137,10 +137,8 @@ class Saved:
         # Ours have marks in many places: a damaged one never passes as foreign.
         signs = (*found.metadata, *found.weight_map.values())
         marked = any(sign.startswith(("protrain_", "protrain-save-")) for sign in signs)
-        if marked or found.protrain or found.protrain_checksum:
-            self._read_own(text, found)
-
-    def _read_own(self, text: bytes, found: _Index) -> None:
+        if not (marked or found.protrain or found.protrain_checksum):
+            return
         metadata = found.metadata
         number = 2 if "protrain_save" in metadata else metadata.get("protrain_format", FORMAT)
         if number != FORMAT:

@@ -31,7 +31,7 @@ from protrain_runtime.model.prepared import (
     together,
 )
 from protrain_runtime.states.compositions import MARK, Composition, put_together, taken_apart
-from protrain_runtime.states.values import Held, Value, stored_states
+from protrain_runtime.states.values import Held, Target, stored_states
 
 _NUM_NAMED = 3  # parameters named in an error
 
@@ -107,12 +107,12 @@ def read_extra(directory: Path | str) -> dict[str, Any]:
 def matched(
     model: nn.Module,
     saved: Saved,
-    own: Mapping[str, Value],
+    own: Mapping[str, Target],
     entries: Mapping[str, Entry],
     *,
     kept: Set[str] = frozenset(),
     cast: bool = False,
-) -> list[tuple[Entry, Value]]:
+) -> list[tuple[Entry, Target]]:
     """Each saved tensor with its place in the model. ProtrainError if they do not fit.
 
     Names in `kept` may be missing. With `cast` any floating-point dtype fits another one.
@@ -155,7 +155,7 @@ def base_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _described(tensor: Entry | Value) -> str:
+def _described(tensor: Entry | Target) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
 
 
@@ -196,7 +196,7 @@ class _Resumed:
         self._parameters, self._optimizer = dict(model.named_parameters()), optimizer
         self._offloaded = offloaded_parameters(prepared)
         self._source = str(saved.directory)
-        self.targets: list[tuple[Entry, Value]] = []
+        self.targets: list[tuple[Entry, Target]] = []
         self._states: dict[str, dict[str, Any]] = {}  # by parameter: states in memory
         if described is None:
             raise self._other("it was saved without an optimizer")

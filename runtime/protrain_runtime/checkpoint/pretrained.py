@@ -185,38 +185,33 @@ def _write(
             write_values(staging / file, own_values(file))
 
     def put_in_place() -> None:
-        if first:
-            sync(staging)
-            _put_in_place(directory, staging, files)
+        """See [Note: one file decides]."""
+        if not first:
+            return
+        sync(staging)
+        before = [path for path in directory.iterdir() if _SHARD.fullmatch(path.name)]
+        index = directory / INDEX
+        for path in sorted(staging.iterdir(), key=lambda path: path.name == SINGLE_FILE):
+            os.replace(path, directory / path.name)
+        sync(directory)
+        if len(files) > 1:
+            values = [value for of_file in files.values() for value in of_file.values()]
+            sizes = {
+                "total_parameters": sum(value.shape.numel() for value in values),
+                "total_size": sum(map(num_bytes, values)),
+            }
+            weight_map = {name: file for file, names in files.items() for name in names}
+            content = {"metadata": sizes, "weight_map": weight_map}
+            replace_text(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
+            (directory / SINGLE_FILE).unlink(missing_ok=True)
+        elif SINGLE_FILE in files:
+            index.unlink(missing_ok=True)
+        for path in before if _ADAPTERS not in files else ():
+            path.unlink()
+        sync(directory)
 
     everything = {name: value for values in files.values() for name, value in values.items()}
     writes = shared_out(ranks, everything)
     with ranks.writing() if ranks else nullcontext(), ExitStack() as stack:
         for step in (begin, write_own, put_in_place):
             on_each(ranks, step, directory)
-
-
-def _put_in_place(directory: Path, staging: Path, files: Files) -> None:
-    """See [Note: one file decides]."""
-    before = [path for path in directory.iterdir() if _SHARD.fullmatch(path.name)]
-    index = directory / INDEX
-    for path in sorted(staging.iterdir(), key=lambda path: path.name == SINGLE_FILE):
-        os.replace(path, directory / path.name)
-    sync(directory)
-    if len(files) > 1:
-        values = [value for of_file in files.values() for value in of_file.values()]
-        numbers = sum(value.shape.numel() for value in values)
-        content = {
-            "metadata": {
-                "total_parameters": numbers,
-                "total_size": sum(map(num_bytes, values)),
-            },
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        replace_text(index, json.dumps(content, indent=2, sort_keys=True) + "\n")
-        (directory / SINGLE_FILE).unlink(missing_ok=True)
-    elif SINGLE_FILE in files:
-        index.unlink(missing_ok=True)
-    for path in before if _ADAPTERS not in files else ():
-        path.unlink()
-    sync(directory)

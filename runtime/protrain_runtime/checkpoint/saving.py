@@ -263,11 +263,6 @@ def _write(
     first = ranks is None or ranks.rank == 0
     prefix = f"rank-{ranks.rank}-" if ranks else ""
     with ranks.writing() if ranks else nullcontext(), ExitStack() as stack:
-
-        def commit_all() -> None:
-            if first:
-                commit(folder, _content(folder.name, written, training))
-
         names = on_each(
             ranks,
             lambda: stack.enter_context(next_save(directory)).name if first else "",
@@ -275,7 +270,8 @@ def _write(
         )
         folder = directory / names[0]
         written = on_each(ranks, lambda: _files(folder, prefix, values, shard_bytes), directory)
-        on_each(ranks, commit_all, directory)
+        content = _content(folder.name, written, training)
+        on_each(ranks, lambda: commit(folder, content) if first else None, directory)
 
 
 def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> _Written:

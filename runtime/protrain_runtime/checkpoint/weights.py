@@ -24,8 +24,8 @@ from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.quantized import scales_of
 from protrain_runtime.states.values import (
     Held,
+    Target,
     Unpacked,
-    Value,
     num_bytes,
     scales_beside,
     unpacked_values,
@@ -51,7 +51,7 @@ class Weights:
 
     def fill(self, model: nn.Module, prepared: Prepared | None) -> None:
         """Read all values, cast to the model's dtype; values missing in the folder stay."""
-        own = dict(model_values(model, prepared))
+        own: dict[str, Target] = dict(model_values(model, prepared))
         kept = {name for name, _ in model.named_parameters()} - self._absent
         found = self._entries.items()
         names = {base_name(name) for name, entry in found if entry.dtype.is_floating_point}
@@ -74,11 +74,11 @@ class Weights:
                 module.set_extra_state(modules[name])
 
 
-def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Value]], sums: Sums) -> None:
+def _fill_together(ranks: Ranks, targets: list[tuple[Entry, Target]], sums: Sums) -> None:
     """Read this rank's ranges, and its share of replicated tensors."""
     loads = [0] * ranks.count
     whole: list[tuple[Held, int]] = []
-    own: list[tuple[Entry, Value]] = []
+    own: list[tuple[Entry, Target]] = []
     to_pack: list[tuple[Entry, Unpacked]] = []
     for entry, value in targets:
         reader = ranks.rank

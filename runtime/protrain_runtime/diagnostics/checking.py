@@ -109,11 +109,12 @@ class Check:
     def start(self) -> None:
         """Watch the model's forward, and the optimizer's steps."""
         self._forward: Callable[..., Any] = self._model.forward
+        self._planned.mode_listeners.append(lambda mode: getattr(self._optimizer, mode)())
         self._undo = [
             self._planned.register_step_pre_hook(self._begin_step).remove,
             self._planned.register_step_post_hook(lambda *_: self._after_step()).remove,
             replace_code(self._model, self._run),
-            self._planned.tell_modes(lambda mode: getattr(self._optimizer, mode)()),
+            self._planned.mode_listeners.clear,
             self._planned.register_load_state_dict_pre_hook(
                 lambda _, state: self._optimizer.load_state_dict(copy.deepcopy(state))
             ).remove,

@@ -32,8 +32,8 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.ranks.group import check_ranks
+from protrain_runtime.states.chunk_layouts import OVERLAPPING, sharing_memory
 from protrain_runtime.states.chunks import Chunk
-from protrain_runtime.states.parameters import of_one_storage, overlapping
 from protrain_runtime.states.quantized import named_scales
 from protrain_runtime.states.stepping import NAMES, options_of
 from protrain_runtime.states.update_rules import UpdateRules
@@ -162,9 +162,9 @@ def check_offloaded(
     """ProtrainError if an offloaded chunk cannot be updated in pieces, or not entirely."""
     units = zip(chunks, plan.units, strict=True)
     offloaded = [each for each in units if not each[1].states.is_persistent]
-    shared = overlapping(chunks)
+    shared = sharing_memory(chunks)
     for chunk, unit in offloaded:
-        if chunk.unit in shared:
+        if shared.get(chunk.unit) == OVERLAPPING:
             raise ProtrainError(
                 f"{unit.name} has parameters that share memory, and offloaded states need"
                 " parameters with memory of their own",
@@ -266,7 +266,7 @@ def check_stepped(
     plan: Plan, chunks: Sequence[Chunk], rules: UpdateRules, optimizer: PlannedOptimizer
 ) -> None:
     """ProtrainError if a persistent chunk cannot be updated on its own, in backward."""
-    shared, grouped = overlapping(chunks) | of_one_storage(chunks), _grouped(optimizer)
+    shared, grouped = sharing_memory(chunks), _grouped(optimizer)
     for index, (chunk, unit) in enumerate(zip(chunks, plan.units, strict=True)):
         if unit.states != OPTIMIZER_IN_BACKWARD:
             continue

@@ -37,7 +37,7 @@ from protrain_runtime.devices.memory_meter import (
 from protrain_runtime.engine.engine import Engine, Observer
 from protrain_runtime.engine.step_times import StepTimes
 from protrain_runtime.model.optimizer import PlannedOptimizer
-from protrain_runtime.model.prepared import below_device, engine_of, plan_of
+from protrain_runtime.model.prepared import below_device, engine_of, prepared_of
 from protrain_runtime.states.stand_ins import ConsumedGradient
 
 
@@ -147,10 +147,10 @@ def record(model: nn.Module) -> Iterator[Recorder]:
     and the update. ProtrainError for models without a plan, or with one that keeps everything:
     nothing runs beside compute.
     """
-    plan, engine = plan_of(model), engine_of(model)
-    if plan is None:
+    prepared = prepared_of(model)
+    if prepared is None:
         raise ProtrainError("the model follows no plan", fix="call prepare(model, plan, ...) first")
-    if engine is None:
+    if (engine := prepared.engine) is None:
         raise ProtrainError(
             "nothing to record: this plan keeps everything on the device, so that plain PyTorch is"
             " what runs"
@@ -159,7 +159,7 @@ def record(model: nn.Module) -> Iterator[Recorder]:
         raise RuntimeError("the model is being recorded already")
     engine.recorder = StepTimes(engine.program, device_of(model))
     try:
-        yield Recorder(engine.recorder, plan)
+        yield Recorder(engine.recorder, prepared.plan)
     finally:
         engine.recorder = None
 

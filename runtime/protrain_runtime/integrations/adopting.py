@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from protrain_runtime.contract.records import read_plan
 from protrain_runtime.contract.records.plan import PERSISTENT, Plan
 from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.model.optimizer import PlannedOptimizer
-from protrain_runtime.preparation import Check, prepare
+from protrain_runtime.preparation import prepare
 
 _EACH_BLOCK = "; under a plan from protrain profile --compile each block is compiled by itself"
 
@@ -25,15 +26,9 @@ def loaded(plan: Plan | Path | str) -> tuple[Plan, str | None]:
 
 
 def follow(
-    model: nn.Module,
-    plan: Plan,
-    optimizer: torch.optim.Optimizer,
-    *,
-    weights: Path | str | None = None,
-    spill_directory: Path | str | None = None,
-    check: Check | None = None,
+    model: nn.Module, plan: Plan, optimizer: torch.optim.Optimizer, **options: Any
 ) -> PlannedOptimizer:
-    """`prepare` with an existing optimizer that has not stepped.
+    """`prepare`, with these options and an existing optimizer that has not stepped.
 
     Its class, groups and options are used; its schedulers act on the planned optimizer, which
     shares its groups. Raises ProtrainError, with the model unchanged, as `prepare` does, and for an
@@ -44,15 +39,7 @@ def follow(
             "the model is compiled, and a plan acts between the blocks of one that is not",
             fix=f"leave torch.compile(model) out{_EACH_BLOCK}",
         )
-    _, planned = prepare(
-        model,
-        plan,
-        optimizer=optimizer,
-        weights=weights,
-        spill_directory=spill_directory,
-        check=check,
-    )
-    return planned
+    return prepare(model, plan, optimizer=optimizer, **options)[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,8 +56,8 @@ class UsePlan(Callback):
         check: Check | None = None,
     ) -> None:
         self._plan, self._source = loaded(plan)
-        self._attribute, self._weights = attribute, weights
-        self._spill_directory, self._check = spill_directory, check
+        self._attribute = attribute
+        self._options = {"weights": weights, "spill_directory": spill_directory, "check": check}
         self._num_updates = 0  # when gradients were last dropped
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -108,16 +108,8 @@ class UsePlan(Callback):
                 source=self._source,
                 fix="return a single optimizer, with parameter groups, from configure_optimizers",
             )
-        trainer.optimizers = [
-            follow(
-                self._network(pl_module),
-                self._plan,
-                trainer.optimizers[0],
-                weights=self._weights,
-                spill_directory=self._spill_directory,
-                check=self._check,
-            )
-        ]
+        network, optimizer = self._network(pl_module), trainer.optimizers[0]
+        trainer.optimizers = [follow(network, self._plan, optimizer, **self._options)]
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Count updates from here: training may resume from a checkpoint."""

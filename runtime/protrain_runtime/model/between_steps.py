@@ -34,10 +34,22 @@ from protrain_runtime.states.chunks import (
 )
 
 
-class FullParameters:
-    """The context of `full_parameters`; takes `num_bytes` of the device while inside."""
+class full_parameters:  # noqa: N801 (a context, as `torch.no_grad`)
+    """A context in which the model's parameters are whole and on its device, between steps.
 
-    def __init__(self, model: nn.Module, *, modify: bool, units: Collection[str] | None) -> None:
+        with protrain_runtime.full_parameters(model):
+            norms = [parameter.norm() for parameter in model.parameters()]
+
+    `units` names units of the plan: only these are brought, so a loop over units takes the memory
+    of the largest. Writes persist with `modify=True` and are an error without. `.num_bytes` of the
+    result is its size before it is entered; NoRoomError if the device has less. A no-op for models
+    without a plan. All ranks enter together and write the same. Training steps, saving and loading
+    come after it. Raises ProtrainError for an unknown unit.
+    """
+
+    def __init__(
+        self, model: nn.Module, modify: bool = False, *, units: Collection[str] | None = None
+    ) -> None:
         self._model, self._modify = model, modify
         prepared, self._engine = prepared_of(model), engine_of(model)
         self._chunks: Sequence[Chunk] = ()
@@ -99,23 +111,6 @@ class FullParameters:
                 elif look and _differs(chunk, part):
                     changed.append(part.name)
         return changed
-
-
-def full_parameters(
-    model: nn.Module, modify: bool = False, *, units: Collection[str] | None = None
-) -> FullParameters:
-    """A context in which the model's parameters are whole and on its device, between steps.
-
-        with protrain_runtime.full_parameters(model):
-            norms = [parameter.norm() for parameter in model.parameters()]
-
-    `units` names units of the plan: only these are brought, so a loop over units takes the memory
-    of the largest. Writes persist with `modify=True` and are an error without. `.num_bytes` of the
-    result is its size before it is entered; NoRoomError if the device has less. A no-op for models
-    without a plan. All ranks enter together and write the same. Training steps, saving and loading
-    come after it. Raises ProtrainError for an unknown unit.
-    """
-    return FullParameters(model, modify=modify, units=units)
 
 
 def _differs(chunk: Chunk, part: Slice) -> bool:

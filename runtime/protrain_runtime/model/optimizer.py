@@ -7,7 +7,7 @@ the current options of its group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -59,24 +59,20 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if given and not isinstance(given[0], Mapping):
             given = [{"params": given}]  # one group, as in PyTorch
         self.factory, self.inner = factory, factory([dict(group) for group in given])
+        self.kind = type(self.inner)  # the user's class, which updates
         # By identity: calls no code of a parameter's.
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._chunks: Sequence[Chunk] = ()
         self._persistent: Sequence[Chunk] = ()
         self._engine: Engine | None = None
         self._used: list[dict[str, Any]] = []  # the groups' options at updates in backward
-        self._mode_listeners: list[Callable[[str], object]] = []  # of `train` and `eval`
+        self.mode_listeners: list[Callable[[str], object]] = []  # of `train` and `eval`
         groups, states = self.inner.param_groups, self.inner.state
         super().__init__(groups, self.inner.defaults)
         # The groups are the inner optimizer's, not copies: one set of options.
         self.inner.param_groups, self.inner.state = groups, states
         self.__dict__["param_groups"] = groups
         self._states = self.__dict__["state"] = PlannedStates(self.inner)
-
-    @property
-    def kind(self) -> type[torch.optim.Optimizer]:
-        """The user's class, which updates."""
-        return type(self.inner)
 
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
         """Take charge of `chunks`; `engine` updates the offloaded ones."""
@@ -121,11 +117,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
             if ready and name == "param_groups":
                 inner.param_groups = value  # type: ignore[union-attr]
 
-    def tell_modes(self, tell: Callable[[str], object]) -> Callable[[], None]:
-        """Call `tell` with "train" and "eval" when the optimizer switches; returns the undo."""
-        self._mode_listeners.append(tell)
-        return lambda: self._mode_listeners.remove(tell)
-
     def _switch(self, mode: str) -> None:
         """Switch to a mode, which may change parameter values, offloaded ones included."""
         what = f"optimizer.{mode}()"
@@ -137,7 +128,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._settle(f"{what} was called")
             groups = zip(self.param_groups, options_of(self), strict=True)
             options = {p: chosen for group, chosen in groups for p in group["params"]}
-            for chunk, part, (scalars, states) in self._offloaded_states():
+            for chunk, part, (scalars, states) in offloaded_states(self._chunks):
                 shadow = nn.Parameter(read_values(chunk, part))
                 vars(shadow).update(attributes_of(part.parameter))
                 worker: Any = self.factory(
@@ -149,7 +140,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 load_state(chunk, part, worker.state[shadow])
             getattr(self.inner, mode)()
             self._states.renew()
-            for tell in self._mode_listeners:
+            for tell in self.mode_listeners:
                 tell(mode)
             for parameter in self._states.places:
                 if not self.inner.state.get(parameter, True):  # created by a look-up
@@ -284,15 +275,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _all_states(self) -> Iterator[None]:
         """The inner optimizer has the states of offloaded parameters, too, in host memory."""
-        added: list[nn.Parameter] = []
-        try:
-            for _, part, (scalars, states) in self._offloaded_states():
+        with ExitStack() as stack:
+            for _, part, (scalars, states) in offloaded_states(self._chunks):
                 self.inner.state[part.parameter] = put_together(scalars | states, part.shape)
-                added.append(part.parameter)
+                stack.callback(self.inner.state.pop, part.parameter)
             yield
-        finally:
-            for parameter in added:
-                del self.inner.state[parameter]
 
     @guarded("optimizer.load_state_dict()", lambda optimizer: optimizer._thread_guard)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -330,16 +317,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def give_back(self) -> None:
         """Return all states to the inner optimizer, and act as it from now on."""
         loans = self._states.detach()
-        for _, part, (scalars, states) in self._offloaded_states():
+        for _, part, (scalars, states) in offloaded_states(self._chunks):
             self.inner.state[part.parameter] = self._states.at_home(part, scalars, states)
         self.inner.state.update({parameter: loan for parameter, loan in loans.items() if loan})
         self._chunks, self._persistent, self._engine = (), (), None
-
-    def _offloaded_states(self) -> Iterator[Any]:
-        """The chunk, slice and states of each offloaded parameter that has states."""
-        for chunk in self._chunks:
-            for part, states in offloaded_states(chunk):
-                yield chunk, part, states
 
     @property
     def _thread_guard(self) -> ThreadGuard | None:

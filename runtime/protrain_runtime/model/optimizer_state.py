@@ -9,7 +9,7 @@ step: its tensors are refilled and stay the same objects.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -66,8 +66,9 @@ class PlannedStates(MutableMapping[Any, Any]):
     def _read(self, chunk: Chunk, part: Slice) -> dict[str, Any]:
         """An offloaded parameter's states, copied to its device; all ranks call."""
         self._shared |= chunk.sharding is not None
-        found = dict(offloaded_states(chunk, {part.name}))
-        return self.at_home(part, *found[part]) if part in found else {}
+        for _, own, states in offloaded_states([chunk], {part.name}):
+            return self.at_home(own, *states)
+        return {}
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self.places:
@@ -217,22 +218,23 @@ class PlannedStates(MutableMapping[Any, Any]):
 
 
 def offloaded_states(
-    chunk: Chunk, names: Set[str] | None = None
-) -> Iterator[tuple[Slice, tuple[dict[str, Any], dict[str, torch.Tensor]]]]:
-    """Scalars and elementwise states, on the host, of a chunk's parameters with states.
+    chunks: Iterable[Chunk], names: Set[str] | None = None
+) -> Iterator[tuple[Chunk, Slice, tuple[dict[str, Any], dict[str, torch.Tensor]]]]:
+    """Scalars and elementwise states, on the host, of the chunks' parameters with states.
 
     `names` selects parameters (default: all). All ranks call, for their shards.
     """
-    scalars = _scalars(chunk)
-    for part in chunk.slices:
-        if part.name in scalars and (names is None or part.name in names):
-            layouts = chunk.own.current.of(part)
-            states = {layout.key: read_values(chunk, part, layout) for layout in layouts}
-            # Copies: steps count in place, several parameters may share a tensor, and code may
-            # change its copy.
-            own = by_value(scalars[part.name])
-            if own or states:  # plain SGD has none
-                yield part, (own, states)
+    for chunk in chunks:
+        scalars = _scalars(chunk)
+        for part in chunk.slices:
+            if part.name in scalars and (names is None or part.name in names):
+                layouts = chunk.own.current.of(part)
+                states = {layout.key: read_values(chunk, part, layout) for layout in layouts}
+                # Copies: steps count in place, several parameters may share a tensor, and code may
+                # change its copy.
+                own = by_value(scalars[part.name])
+                if own or states:  # plain SGD has none
+                    yield chunk, part, (own, states)
 
 
 def load_state(chunk: Chunk, part: Slice, loaded: Mapping[str, Any]) -> None:

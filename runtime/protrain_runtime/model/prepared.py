@@ -28,6 +28,7 @@ from protrain_runtime.ranks.group import CHECKPOINT_LIMIT_S, Ranks
 from protrain_runtime.states.chunks import Chunk, Slice, read_values, write_values
 from protrain_runtime.states.stand_ins import come_back, let_list
 from protrain_runtime.states.unchanged_model import UnchangedModel
+from protrain_runtime.states.values import unpacked_values
 
 ATTRIBUTE = "_protrain_prepared"
 """The attribute of a model for its `Prepared`: both are freed together."""
@@ -85,12 +86,6 @@ def thread_guard_of(model: nn.Module) -> ThreadGuard | None:
     """The guard of a model's threads; None without an engine."""
     engine = engine_of(model)
     return engine.thread_guard if engine else None
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """The plan of a model; None without one."""
-    prepared = prepared_of(model)
-    return prepared.plan if prepared else None
 
 
 def below_device(model: nn.Module) -> tuple[int, int]:
@@ -240,6 +235,34 @@ def offloaded_parameters(prepared: "Prepared | None") -> dict[str, tuple[Chunk, 
         if chunk.store is not None
         for part in chunk.slices
     }
+
+
+class DrawnValues:
+    """A new model's values by parameter, on their way to their tiers; dropped after use."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self._values = values
+
+    def facts(self) -> str:
+        """The same text on all ranks: all take rank 0's values."""
+        return "drawn"
+
+    def fill(self, model: nn.Module, prepared: Prepared) -> None:
+        """Copy every value to its place; ranks get rank 0's."""
+        ranks, offloaded = prepared.ranks, offloaded_parameters(prepared)
+        packed = {name: unpacked for _, name, unpacked in unpacked_values(model, offloaded)}
+        for name, parameter in model.named_parameters():
+            if name not in self._values:
+                continue
+            values = self._values.pop(name).to(parameter.device)
+            if ranks is not None:
+                ranks.broadcast([values])
+            if name in packed and values.is_floating_point():
+                packed[name].pack(values.contiguous())
+            elif name in offloaded:
+                write_values(*offloaded[name], values)
+            else:
+                parameter.data.copy_(values)
 
 
 def bring_back(chunk: Chunk) -> None:

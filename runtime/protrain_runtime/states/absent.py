@@ -31,6 +31,7 @@ _BUILD_OTHERWISE = (
     "build the model in a function that prepare() calls, prepare(make_model, plan, ...), or inside"
     " `with protrain_runtime.without_parameters():`, which leave buffers real"
 )
+_NO_VALUES = "{!r} has no values yet: prepare() reads them when all is in place"
 
 
 @contextmanager
@@ -210,7 +211,21 @@ def give_places(
         _place_buffers(model, device, undo)
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
-                _place(name, parameter, device, undo, away=parameter in below)
+                shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
+                away = parameter in below
+                values = (
+                    hollow(dtype, device, shape)
+                    if away
+                    else torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                )
+                undo.callback(_exchange(parameter, values))
+                if away:
+                    refuse = partial(refuse_reading, why=_NO_VALUES)
+                    place = Elsewhere(
+                        name=name, stride=stride, bring=refuse, values=partial(refuse, name)
+                    )
+                    send_away((parameter, place))
+                    undo.callback(come_back, parameter)
             elif parameter.device != device:
                 undo.callback(setattr, parameter, "data", parameter.data)
                 parameter.data = parameter.data.to(device)
@@ -232,24 +247,6 @@ def holding_nothing(model: nn.Module, device: torch.device) -> Iterator[None]:
                 values = hollow(parameter.dtype, device, parameter.shape)
                 undo.callback(_exchange(parameter, values))
         yield
-
-
-def _place(
-    name: str, parameter: nn.Parameter, device: torch.device, undo: ExitStack, *, away: bool
-) -> None:
-    """Place a parameter of `meta` on the device."""
-    shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
-    if not away:
-        values = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        undo.callback(_exchange(parameter, values))
-        return
-    undo.callback(_exchange(parameter, hollow(dtype, device, shape)))
-    refuse = partial(
-        refuse_reading, why="{!r} has no values yet: prepare() reads them when all is in place"
-    )
-    place = Elsewhere(name=name, stride=stride, bring=refuse, values=partial(refuse, name))
-    send_away((parameter, place))
-    undo.callback(come_back, parameter)
 
 
 def _exchange(parameter: nn.Parameter, values: torch.Tensor) -> Callable[[], None]:

@@ -1,5 +1,9 @@
-"""Makes chunks: the parameters of each unit, and their layout (see `chunks`)."""
+"""Makes chunks: the parameters of each unit, and their layout (see `chunks`).
 
+Parameters that share memory cannot be separated: they stay on the device.
+"""
+
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +20,7 @@ from protrain_runtime.contract.records.plan import UnitPlan
 from protrain_runtime.ranks.group import Ranks
 from protrain_runtime.states.chunks import ALIGNMENT, Chunk, Group, Slice, dense_strides
 from protrain_runtime.states.sharing import CommonCopy, Region, Sharding
+from protrain_runtime.states.stand_ins import AwayParameter
 
 
 def make_chunk(
@@ -146,18 +151,18 @@ def _own_part(
 
 
 def unit_parameters(
-    model: nn.Module, units: Sequence[tuple[str, str, Sequence[str]]]
+    model: nn.Module, units: Sequence[UnitPlan]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Parameters of each (kind, name, listed parameters); tied ones by their first name."""
+    """Each unit's parameters by name; tied ones by their first name."""
     by_name = dict(model.named_parameters(remove_duplicate=False))
     canonical = {parameter: name for name, parameter in model.named_parameters()}
-    listed = {canonical[by_name[name]] for _, _, names in units for name in names}
+    listed = {canonical[by_name[name]] for unit in units for name in unit.parameters}
     taken: set[str] = set()
     chunks: list[list[tuple[str, nn.Parameter]]] = []
-    for kind, unit_name, names in units:
-        own = [canonical[by_name[name]] for name in names]
-        if kind == "block":
-            module = model.get_submodule(unit_name)
+    for unit in units:
+        own = [canonical[by_name[name]] for name in unit.parameters]
+        if unit.kind == "block":
+            module = model.get_submodule(unit.name)
             inside = [canonical[parameter] for parameter in module.parameters()]
             own.extend(name for name in inside if name not in listed)
         fresh = [name for name in dict.fromkeys(own) if name not in taken]
@@ -175,9 +180,8 @@ def make_chunks(
 ) -> list[Chunk]:
     """Make one chunk per unit; `ranks` shard those that are not persistent."""
     index_of = {unit.name: index for index, unit in enumerate(units)}
-    shape = [(unit.kind, unit.name, unit.parameters) for unit in units]
     chunks: list[Chunk] = []
-    for index, parameters in enumerate(unit_parameters(model, shape)):
+    for index, parameters in enumerate(unit_parameters(model, units)):
         users = (index, *(index_of[name] for name in units[index].also_used_by))
         if ranks is None or units[index].states.is_persistent or not parameters:
             own = users if parameters else ()
@@ -186,3 +190,40 @@ def make_chunks(
             common = units[index].states.common_copy
             chunks.append(make_sharded_chunk(index, parameters, users, ranks, common_copy=common))
     return chunks
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The byte range of its storage that a tensor spans: [first, past)."""
+    if tensor.numel() == 0:
+        return 0, 0
+    span = 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return first, first + span * tensor.itemsize
+
+
+ONE_STORAGE, OVERLAPPING = "parameters are views of one storage", "parameters share memory"
+
+
+def sharing_memory(chunks: Sequence[Chunk]) -> dict[int, str]:
+    """How units share memory: ONE_STORAGE with other units, or OVERLAPPING, with any parameter."""
+    # By storage: each parameter's first byte, past, unit.
+    members = defaultdict[int, list[tuple[int, int, int, nn.Parameter]]](list)
+    for chunk in chunks:
+        for part in chunk.slices:
+            if part.numel and not isinstance(part.parameter, AwayParameter):
+                storage = part.parameter.untyped_storage()._cdata
+                members[storage].append((*extent(part.parameter), chunk.unit, part.parameter))
+    together: set[int] = set()
+    overlapping: set[int] = set()
+    for of_storage in members.values():
+        units = {unit for *_, unit, _ in of_storage}
+        together |= units if len(units) > 1 else set()
+        reached, last = 0, -1
+        for first, past, unit, parameter in sorted(of_storage, key=lambda m: m[:3]):
+            if past - first < parameter.numel() * parameter.itemsize:  # expanded
+                overlapping.add(unit)
+            if first < reached:
+                overlapping |= {unit, last}
+            if past > reached:
+                reached, last = past, unit
+    return dict.fromkeys(together, ONE_STORAGE) | dict.fromkeys(overlapping, OVERLAPPING)

@@ -42,15 +42,6 @@ class Composition:
         """Describe a tensor of another shape, with parts scaled accordingly."""
         return replace(self, context=_renamed(self.context, self.shape, shape), shape=shape)
 
-    def make(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The tensor, on the parts' memory."""
-        stride = torch.empty(self.shape, device="meta").stride()
-        kind: Any = self.kind
-        made: torch.Tensor = kind.__tensor_unflatten__(
-            dict(parts), self.context, self.shape, stride
-        )
-        return made
-
     def described(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         return {
@@ -117,7 +108,13 @@ def put_together(flat: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
         if isinstance(how, Composition):
             del state[key]
             parts = {part: state.pop(f"{key}{part}") for part in how.parts}
-            state[key.removesuffix(MARK)] = how.reshaped(shape).make(parts)
+            kind: Any = how.kind
+            context, stride = (
+                how.reshaped(shape).context,
+                torch.empty(shape, device="meta").stride(),
+            )
+            made = kind.__tensor_unflatten__(parts, context, shape, stride)  # on the parts' memory
+            state[key.removesuffix(MARK)] = made
     return state
 
 

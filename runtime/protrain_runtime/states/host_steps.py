@@ -83,7 +83,6 @@ def stepping_as(plan: Plan, model: nn.Module, factory: OptimizerFactory) -> Opti
     there = {unit.name for unit in plan.host_updated}
     if not there:
         return factory
-    shape = [(unit.kind, unit.name, unit.parameters) for unit in plan.units]
-    chunks = zip(plan.units, unit_parameters(model, shape), strict=True)
+    chunks = zip(plan.units, unit_parameters(model, plan.units), strict=True)
     on_host = {p for unit, chunk in chunks if unit.name in there for _, p in chunk}
     return lambda groups: HostSteps(groups, factory, on_host)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.states.stepping import OptimizerFactory, kind_of
+from protrain_runtime.states.stepping import OptimizerFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class Known:
 
     blocks     of an optimizer: elements of a block of its states, and of the smallest parameter
                whose states are of blocks
-    guarded    none may be made, or step, beside another
+    in_turn    none may be made, or step, beside another
     by_lines   its fused kernel shares tensors out among PyTorch's threads by whole cache lines
     is_kernel  its fused step is `torch._fused_adam_` or `_fused_adamw_`, and nothing else
     """
@@ -88,7 +88,7 @@ def _refuse_overrides(optimizer: Any) -> None:
     ):
         return
     named = {
-        f"{kind_of(module)}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
+        f"{type(module).__name__}.{name}: {', '.join(f'{k}={v}' for k, v in options.items())}"
         for module, name, options in manager.module_weight_config_triple
     }
     raise ProtrainError(

@@ -33,7 +33,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +42,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.program import in_blocks
 
 STATE = "quant_state"
 """The attribute with the scales of a 4-bit weight and its layer."""
@@ -86,21 +85,15 @@ def scales_of(layer: Any) -> dict[str, torch.Tensor]:
         own = getattr(layer.weight, ROW_SCALES, None)
         own = layer.state.SCB if own is None else own
         return {} if own is None else {ROW_SCALES: own}
-    return state_scales(layer.weight)
+    return state_scales(getattr(layer.weight, STATE, None))
 
 
-def state_scales(weight: Any) -> dict[str, torch.Tensor]:
-    """The scales of a 4-bit weight by path."""
-    tensors = _state_tensors(getattr(weight, STATE, None))
-    return {f"weight.{path}": tensor for path, tensor in tensors.items()}
-
-
-def _state_tensors(state: Any) -> dict[str, torch.Tensor]:
-    """A `QuantState`'s tensors by attribute path: `absmax`, `state2.code`."""
-    held = {name: getattr(state, name, None) for name in _TENSORS}
-    found = {name: tensor for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
+def state_scales(state: Any, prefix: str = "weight.") -> dict[str, torch.Tensor]:
+    """The tensors of a 4-bit weight's `QuantState`, if there is one, by path."""
+    held = {f"{prefix}{name}": getattr(state, name, None) for name in _TENSORS}
+    found = {path: tensor for path, tensor in held.items() if isinstance(tensor, torch.Tensor)}
     if getattr(state, "state2", None) is not None:
-        found |= {f"state2.{name}": tensor for name, tensor in _state_tensors(state.state2).items()}
+        found |= state_scales(state.state2, f"{prefix}state2.")
     return found
 
 
@@ -109,17 +102,6 @@ def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, layer in packed_layers(model):
         for path, tensor in scales_of(layer).items():
             yield f"{name}.{path}".removeprefix("."), tensor
-
-
-def scales(model: nn.Module) -> list[torch.Tensor]:
-    """`named_scales` without names."""
-    return [tensor for _, tensor in named_scales(model)]
-
-
-def absent_scale_bytes(model: nn.Module, *, block: int = 1) -> int:
-    """Bytes, in whole blocks per scale, of scales of layers on `meta` while others run."""
-    absent = [scale for scale in scales(model) if scale.is_meta]
-    return sum(in_blocks(scale.numel() * scale.itemsize, block) for scale in absent)
 
 
 def _with_tensors(state: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -231,19 +213,30 @@ def refuse_quantized(model: nn.Module, *, source: str) -> None:
                 fix="leave embeddings as they were, and pack linear layers",
             )
     for name, layer in packed_layers(model):
-        eight = of_eight_bits(layer)
-        problem, fix = _problem_of_eight_bits(layer) if eight else _problem(layer)
+        problem, fix = _problem(layer)
         if problem:
             raise ProtrainError(f"the weight of '{name}' {problem}", source=source, fix=fix)
 
 
 def _problem(layer: Any) -> tuple[str, str]:
-    """The reason against planning a 4-bit layer, and the fix; "" if there is none."""
-    weight = layer.weight
-    state = getattr(weight, STATE, None)
-    if state is None:
+    """The reason against planning a packed layer, and the fix; "" if there is none."""
+    weight, eight = layer.weight, of_eight_bits(layer)
+    if eight and layer.state.has_fp16_weights:
+        return (
+            "is kept as numbers, and packed again in every forward",
+            "Linear8bitLt(..., has_fp16_weights=False), or llm_int8_has_fp16_weight=False",
+        )
+    if eight and layer.state.threshold > 0:
+        return (
+            f"is multiplied once more for columns of inputs that reach {layer.state.threshold}: how"
+            " many these are, and so what a step takes, depends on the data",
+            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
+        )
+    if not scales_of(layer) or (eight and weight.dtype != torch.int8):
         return "is not packed yet", "move the model to its device, which packs it"
-    if getattr(state, "packing_format_for_cpu", False):
+    if eight:
+        return "", ""
+    if getattr(weight.quant_state, "packing_format_for_cpu", False):
         return (
             "is packed for evaluation on this processor, and cannot be trained with",
             "build the model anew, and train before an evaluation",
@@ -263,24 +256,6 @@ def _problem(layer: Any) -> tuple[str, str]:
     return "", ""
 
 
-def _problem_of_eight_bits(layer: Any) -> tuple[str, str]:
-    """`_problem` of an 8-bit layer."""
-    if layer.state.has_fp16_weights:
-        return (
-            "is kept as numbers, and packed again in every forward",
-            "Linear8bitLt(..., has_fp16_weights=False), or llm_int8_has_fp16_weight=False",
-        )
-    if layer.state.threshold > 0:
-        return (
-            f"is multiplied once more for columns of inputs that reach {layer.state.threshold}: how"
-            " many these are, and so what a step takes, depends on the data",
-            "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
-        )
-    if layer.weight.dtype != torch.int8 or not scales_of(layer):
-        return "is not packed yet", "move the model to its device, which packs it"
-    return "", ""
-
-
 def settle_quantized(model: nn.Module) -> Callable[[], None]:
     """Adapt bitsandbytes as described above; returns the undo.
 
@@ -292,8 +267,7 @@ def settle_quantized(model: nn.Module) -> Callable[[], None]:
         save_packed_weights()
         leave_packed_weights()
         if of_eight_bits(layer):
-            for each in _settle_eight_bits(name, layer):
-                undo.callback(each)
+            _settle_eight_bits(name, layer, undo)
             continue
         if layer.support_avx512bf16_for_cpu:
             undo.callback(partial(setattr, layer, "support_avx512bf16_for_cpu", True))
@@ -305,12 +279,11 @@ def settle_quantized(model: nn.Module) -> Callable[[], None]:
     return undo.close
 
 
-def _settle_eight_bits(name: str, layer: Any) -> list[Callable[[], None]]:
-    """Leave the parameter as the only name of the packed bytes; returns the undo."""
+def _settle_eight_bits(name: str, layer: Any, undo: ExitStack) -> None:
+    """Leave the parameter as the only name of the packed bytes."""
     weight, state = layer.weight, layer.state
-    undo: list[Callable[[], None]] = []
     if state.CB is not None or getattr(weight, "CB", None) is not None:
-        undo.append(lambda: setattr(state, "CB", layer.weight.data))
+        undo.callback(lambda: setattr(state, "CB", layer.weight.data))
     found = scales_of(layer).get(ROW_SCALES)
     if found is not None:  # moving the weight may have left them behind
         setattr(weight, ROW_SCALES, found.to(weight.device))
@@ -318,8 +291,7 @@ def _settle_eight_bits(name: str, layer: Any) -> list[Callable[[], None]]:
     weight.CB = state.CB = None
     hooks = layer._forward_pre_hooks.values()
     if layer.bias is not None and not any(getattr(h, "func", 0) is _refuse_bias for h in hooks):
-        undo.append(layer.register_forward_pre_hook(partial(_refuse_bias, name)).remove)
-    return undo
+        undo.callback(layer.register_forward_pre_hook(partial(_refuse_bias, name)).remove)
 
 
 def _refuse_bias(name: str, layer: Any, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -337,22 +309,19 @@ def leave_packed_weights() -> None:
     """Make PEFT read packed weights without replacing them, from now on."""
     for name, module in list(sys.modules.items()):
         own = getattr(module, _NUMBERS, None) if name.startswith("peft.") else None
-        if own is not None and not hasattr(own, "__wrapped__"):
-            setattr(module, _NUMBERS, _leaving(own))
+        if own is not None and not isinstance(own, partial):
+            setattr(module, _NUMBERS, partial(_numbers_of, own))
 
 
-def _leaving(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(plain)
-    def numbers(layer: Any) -> Any:
-        found: Any = library()
-        own = scales_of(layer) if isinstance(layer, _kinds(found)) else {}
-        if own and of_eight_bits(layer):
-            return found.functional.int8_vectorwise_dequant(layer.weight.data, *own.values())
-        if own:
-            return found.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-        return plain(layer)
-
-    return numbers
+def _numbers_of(plain: Callable[..., Any], layer: Any) -> Any:
+    """The numbers of a packed layer's weight; `plain` gives those of others."""
+    found: Any = library()
+    own = scales_of(layer) if isinstance(layer, _kinds(found)) else {}
+    if own and of_eight_bits(layer):
+        return found.functional.int8_vectorwise_dequant(layer.weight.data, *own.values())
+    if own:
+        return found.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return plain(layer)
 
 
 _NUMBERS = "dequantize_module_weight"

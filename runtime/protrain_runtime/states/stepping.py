@@ -52,7 +52,7 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ProtrainError(
-            f"{kind_of(optimizer)} runs forward and backward several times in a step, by its"
+            f"{type(optimizer).__name__} runs forward and backward several times in a step, by its"
             " closure, and a plan is for the forwards and backwards of one step",
             key="optimizer",
             fix="an optimizer whose step needs no closure, such as AdamW; or train without a plan",
@@ -161,8 +161,3 @@ def is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(is_plain(one) for one in value)
     return value is None or isinstance(value, bool | int | float | str | torch.dtype)
-
-
-def kind_of(value: object) -> str:
-    """The name of its class."""
-    return type(value).__name__

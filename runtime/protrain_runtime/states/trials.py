@@ -25,7 +25,6 @@ from protrain_runtime.states.stepping import (
     groups_of,
     in_train_mode,
     is_plain,
-    kind_of,
     options_of,
     own_attributes,
     step_alone,
@@ -180,7 +179,7 @@ class Training:
         else:
             return
         raise ProtrainError(
-            f"{kind_of(self.optimizer)} {problem}: no plan has counted that",
+            f"{type(self.optimizer).__name__} {problem}: no plan has counted that",
             key="optimizer",
             fix=fix,
         )
@@ -295,7 +294,7 @@ def why_together(
                 continue  # the optimizer rejects such steps
             if len(groups) > 1:  # perhaps also other groups' options for this shape
                 return why_together(train, groups[:1], dtype, shape, pieces=pieces)
-            raised = f"{kind_of(error)}: {cut(str(error))}"
+            raised = f"{type(error).__name__}: {cut(str(error))}"
             return f"it takes no step on several parameters: {raised}", writes
         if whole.draws:
             return DRAWS, False
@@ -308,7 +307,7 @@ def why_together(
             try:
                 parts, _ = _trained(train, groups, values, steps, calls)
             except Exception as error:  # noqa: BLE001 (the user's class)
-                raised = f"{kind_of(error)}: {cut(str(error))}"
+                raised = f"{type(error).__name__}: {cut(str(error))}"
                 return f"a step on some parameters alone is refused: {raised}", writes
             if not parts.same_as(whole):
                 again, _ = _trained(train, groups, values, steps, {})

@@ -34,7 +34,6 @@ from protrain_runtime.states.stepping import (
     OptimizerFactory,
     attributes_of,
     groups_of,
-    kind_of,
     refuse_closures,
 )
 from protrain_runtime.states.trials import (
@@ -58,10 +57,6 @@ class StateRule:
     def count(self, elements: int) -> int:
         """Number of values for the elements."""
         return -(-elements // self.per)
-
-    def num_bytes(self, elements: int) -> int:
-        """Bytes of the values for the elements."""
-        return self.count(elements) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +106,8 @@ class UpdateRule:
 
     def state_sizes(self, elements: int) -> tuple[int, ...]:
         """Bytes of each state, except scalars, of a parameter of `elements`."""
-        return (*self.whole, *(state.num_bytes(elements) for state in self.states.values()))
+        states = self.states.values()
+        return (*self.whole, *(each.count(elements) * each.dtype.itemsize for each in states))
 
     def state_bytes(self, elements: int) -> int:
         """Bytes of all states, except scalars."""
@@ -332,8 +328,18 @@ class _Trial:
             reason = self._differs(tried, cuts=cuts)
             if reason and tried == shape and not self._differs(tried, cuts=False):
                 reason, least = "", shape.numel()  # a small one may go as it is, in one range
-        if reason:
-            return self._whole(shape, reason)
+        if reason:  # with the bytes of all states
+            tried = smaller(shape, _SMALL)
+            sizes = _sizes(self._state(tried)[0])
+            if tried != shape:
+                alike = self._without_values(tried) == sizes
+                sizes = (alike and self._without_values(shape)) or _sizes(self._state(shape)[0])
+            return UpdateRule(
+                scalars=tuple(size for number, size in sizes if number <= 1),
+                block=0,
+                reason=reason,
+                whole=tuple(number * size for number, size in sizes if number > 1),
+            )
         least = max(least, COMPILED_SPAN) if self._compiled else least
         return replace(found, block=block, least=least, compiled=self._compiled)
 
@@ -353,9 +359,11 @@ class _Trial:
                 continue
             if not isinstance(value, torch.Tensor):
                 if tensors_in(value):
-                    return UpdateRule(reason=f"it keeps tensors in {key!r}, a {kind_of(value)}")
+                    return UpdateRule(
+                        reason=f"it keeps tensors in {key!r}, a {type(value).__name__}"
+                    )
             elif is_composed(value):
-                return UpdateRule(reason=f"its {key!r} is a {kind_of(value)}")
+                return UpdateRule(reason=f"its {key!r} is a {type(value).__name__}")
             elif value.shape == shape:
                 states[key] = StateRule(value.dtype)
             elif value.numel() <= 1:
@@ -406,23 +414,9 @@ class _Trial:
             reason = "" if alike else DEPENDS
         except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
             of_step = error.__cause__ or error
-            reason = f"of a range of it, {kind_of(of_step)}: {cut(str(of_step))}"
+            reason = f"of a range of it, {type(of_step).__name__}: {cut(str(of_step))}"
         self._known[shape, cuts] = reason
         return reason
-
-    def _whole(self, shape: torch.Size, reason: str) -> UpdateRule:
-        """The rule of parameters that cannot be cut, with the bytes of all states."""
-        tried = smaller(shape, _SMALL)
-        sizes = _sizes(self._state(tried)[0])
-        if tried != shape:
-            alike = self._without_values(tried) == sizes
-            sizes = (alike and self._without_values(shape)) or _sizes(self._state(shape)[0])
-        return UpdateRule(
-            scalars=tuple(size for number, size in sizes if number <= 1),
-            block=0,
-            reason=reason,
-            whole=tuple(number * size for number, size in sizes if number > 1),
-        )
 
     def _without_values(self, shape: torch.Size) -> list[tuple[int, int]] | None:
         """Elements and bytes of an element of each state, from a step on fake tensors.
@@ -454,7 +448,7 @@ class _Trial:
         except Exception as error:
             raise ProtrainError(
                 f"the optimizer takes no step on a parameter of shape {list(shape)}:"
-                f" {kind_of(error)}: {cut(str(error))}",
+                f" {type(error).__name__}: {cut(str(error))}",
                 key="optimizer",
                 fix="one that steps on such a parameter without a closure; of SAM the base one,"
                 " with perturbations in protrain_runtime.full_parameters(model, modify=True)",
@@ -465,9 +459,7 @@ class _Trial:
 class _Ones(TorchDispatchMode):
     """Answers questions for fake tensors' values: one."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             (tensor,) = args
             return 1.0 if tensor.is_floating_point() else tensor.dtype == torch.bool or 1

@@ -449,8 +449,18 @@ class Piece:
         changed = [span for span in self.parts if span.part.name in stepped or self.apart]
         parameters_written = _joined(self._placed(self.target, changed)) if parameters else []
         for part, low, high in self.parts if self.apart else ():
-            if part.name not in stepped:
-                self._copy(part, low, high, store)
+            if part.name in stepped:
+                continue
+            # The states of a parameter without a gradient are copied, unchanged.
+            if part.name not in self.source.updated:
+                self.target.updated.discard(part.name)
+                continue
+            for layout in self.target.of(part):
+                values = self.staging[layout.kind].of(layout, part, low, high - low)
+                store.start_write(layout.place(part.name, low), values.view(torch.uint8))
+            if high == part.numel:
+                self.target.scalars[part.name] = self.source.scalars[part.name]
+                self.target.updated.add(part.name)
         for shadow, state in self.made:
             part, low, _ = shadow.span
             for layout in self.target.of(part):
@@ -492,18 +502,6 @@ class Piece:
         for part, low, _ in parts:
             place = copy.place(part) + low * part.dtype.itemsize
             yield place, self.parameters[part.name].view(torch.uint8)
-
-    def _copy(self, part: Slice, low: int, high: int, store: Store) -> None:
-        """Copy the states of a parameter without a gradient to the other copy, unchanged."""
-        if part.name not in self.source.updated:
-            self.target.updated.discard(part.name)
-            return
-        for layout in self.target.of(part):
-            values = self.staging[layout.kind].of(layout, part, low, high - low)
-            store.start_write(layout.place(part.name, low), values.view(torch.uint8))
-        if high == part.numel:
-            self.target.scalars[part.name] = self.source.scalars[part.name]
-            self.target.updated.add(part.name)
 
 
 def _joined(writes: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:

@@ -5,9 +5,9 @@ Bytes are row-major for any strides; a tensor that is not row-major passes throu
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,31 +39,6 @@ Write = Callable[[torch.Tensor], object]
 
 Fill = Callable[[torch.Tensor], None]
 """Fills a contiguous uint8 host tensor with the next bytes."""
-
-
-class Source(Protocol):
-    """A readable tensor's values."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def copy_to(self, write: Write) -> None:
-        """Pass its bytes to `write`, in order."""
-
-
-class Value(Source, Protocol):
-    """A tensor's values, in memory or in a store."""
-
-    def copy_from(self, fill: Fill) -> None:
-        """Take new values from `fill`: all bytes, in order."""
-
-
-def num_bytes(value: Source) -> int:
-    """The bytes of a value."""
-    return value.shape.numel() * value.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +136,7 @@ class Copied:
     content: torch.Tensor  # uint8 [bytes]
 
     @classmethod
-    def of(cls, value: Source) -> "Copied":
+    def of(cls, value: "Source") -> "Copied":
         """Copy the value's present contents."""
         content, left = torch.empty(part_bytes(value), dtype=torch.uint8), part_bytes(value)
 
@@ -175,27 +150,6 @@ class Copied:
 
     def copy_to(self, write: Write) -> None:
         write(self.content)
-
-
-def part_of(value: Source) -> tuple[int, int]:
-    """The first element, and the number, transferred with a value."""
-    part = value.part if isinstance(value, Stored | Copied) else None
-    return part or (0, value.shape.numel())
-
-
-def part_bytes(value: Source) -> int:
-    """The bytes transferred with a value."""
-    return part_of(value)[1] * value.dtype.itemsize
-
-
-def order_of(value: Source) -> tuple[int, ...]:
-    """The order of dimensions, outermost first, in which a value's elements are transferred."""
-    if isinstance(value, Copied):
-        return value.order
-    dims = tuple(range(len(value.shape)))
-    if isinstance(value, Stored) and value.part and not is_row_major(value.shape, value.stride):
-        return tuple(sorted(dims, key=lambda dim: -value.stride[dim]))
-    return dims
 
 
 def _pieces(size: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -218,86 +172,21 @@ _OFFSET = "nested_offset"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedSettings:
-    """A packed weight's settings as bitsandbytes' JSON; loading sets the scales' mean in it."""
+class Noted:
+    """A few bytes that say how a weight is packed; `take` gets those of a checkpoint."""
 
-    name: str
-    state: Any  # bitsandbytes' QuantState
+    content: bytes
+    shape: torch.Size
+    take: Callable[[bytes], None]
     dtype: torch.dtype = torch.uint8
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size([len(self._text())])
-
     def copy_to(self, write: Write) -> None:
-        write(torch.tensor(list(self._text()), dtype=torch.uint8))
+        write(torch.tensor(list(self.content), dtype=torch.uint8))
 
     def copy_from(self, fill: Fill) -> None:
-        content = torch.empty(self.shape, dtype=torch.uint8)
+        content = torch.empty(len(self.content), dtype=torch.uint8)
         fill(content)
-        own = self._settings()
-        try:
-            found = json.loads(bytes(content.tolist()))
-            offset = float(found.pop(_OFFSET, own.pop(_OFFSET, 0.0)))
-            own.pop(_OFFSET, None)
-            same = found == json.loads(json.dumps(own))
-        except (ValueError, AttributeError, TypeError):
-            same = False
-        if not same:
-            raise ProtrainError(
-                f"the checkpoint's {self.name} is not of such a layer as the model's",
-                fix="load it into the model that it was saved from",
-            )
-        if self.state.offset is not None:
-            self.state.offset.fill_(offset)
-
-    def _settings(self) -> dict[str, Any]:
-        plain: dict[str, Any] = self.state.as_dict(packed=False)
-        return {key: value for key, value in plain.items() if not torch.is_tensor(value)}
-
-    def _text(self) -> bytes:
-        text = json.dumps(self._settings()).encode()
-        return text.ljust(in_blocks(len(text), _SETTINGS_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """`weight_format` beside int8 weights: 0 for row-major; ProtrainError for others."""
-
-    name: str
-    dtype: torch.dtype = torch.uint8
-    shape: torch.Size = field(default=torch.Size([]))
-
-    def copy_to(self, write: Write) -> None:
-        write(torch.zeros(1, dtype=torch.uint8))
-
-    def copy_from(self, fill: Fill) -> None:
-        content = torch.empty(1, dtype=torch.uint8)
-        fill(content)
-        if content.item() != 0:
-            raise ProtrainError(
-                f"the checkpoint's {self.name} is {content.item()}: its weights do not lie in rows",
-                fix="save it with bitsandbytes 0.45 or later",
-            )
-
-
-def scales_beside(layer_name: str, layer: Any) -> Iterator[tuple[str, Value]]:
-    """A packed weight's tensors besides its bytes, in bitsandbytes' names and order."""
-    if of_eight_bits(layer):
-        for path, tensor in scales_of(layer).items():
-            yield f"{layer_name}.{path}".removeprefix("."), Held(tensor)
-        name = f"{layer_name}.weight_format".removeprefix(".")
-        yield name, RowFormat(name)
-        return
-    state: Any = getattr(layer.weight, STATE)
-    prefix = f"{layer_name}.weight" if layer_name else "weight"
-    held = {"absmax": state.absmax, "quant_map": state.code}
-    if state.nested:
-        held |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
-    for key, tensor in held.items():
-        yield f"{prefix}.{key}", Held(tensor)
-    name = f"{prefix}.quant_state.bitsandbytes__{state.quant_type}"
-    yield name, PackedSettings(name, state)
+        self.take(bytes(content.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +201,6 @@ class Unpacked:
     shape: torch.Size
     place: Callable[[torch.Tensor], object]
 
-    def copy_to(self, write: Write) -> None:
-        raise AssertionError(f"these values are gone: cannot {write}")
-
     def copy_from(self, fill: Fill) -> None:
         numbers = torch.empty(self.shape, dtype=self.dtype)
         Held(numbers).copy_from(fill)
@@ -324,10 +210,96 @@ class Unpacked:
         """Pack numbers of the weight's shape, place them, and set the layer's scales."""
         weight, eight = self.layer.weight, of_eight_bits(self.layer)
         made = packed_like(weight, numbers.to(weight.device), eight=eight)
-        found = {ROW_SCALES: getattr(made, ROW_SCALES)} if eight else state_scales(made)
+        found = {ROW_SCALES: getattr(made, ROW_SCALES)} if eight else state_scales(made.quant_state)
         for path, scale in scales_of(self.layer).items():
             scale.copy_(found[path])
         self.place(made.data)
+
+
+Value = Held | Stored | Noted
+"""A tensor's values, in memory or in a store."""
+
+Source = Value | Copied
+"""Values that are read: `copy_to` passes all bytes to `write`, in order."""
+
+Target = Value | Unpacked
+"""Values that are set: `copy_from` takes all bytes from `fill`, in order."""
+
+
+def num_bytes(value: Source | Target) -> int:
+    """The bytes of a value."""
+    return value.shape.numel() * value.dtype.itemsize
+
+
+def part_of(value: Source | Target) -> tuple[int, int]:
+    """The first element, and the number, transferred with a value."""
+    part = value.part if isinstance(value, Stored | Copied) else None
+    return part or (0, value.shape.numel())
+
+
+def part_bytes(value: Source) -> int:
+    """The bytes transferred with a value."""
+    return part_of(value)[1] * value.dtype.itemsize
+
+
+def order_of(value: Source | Target) -> tuple[int, ...]:
+    """The order of dimensions, outermost first, in which a value's elements are transferred."""
+    if isinstance(value, Copied):
+        return value.order
+    dims = tuple(range(len(value.shape)))
+    if isinstance(value, Stored) and value.part and not is_row_major(value.shape, value.stride):
+        return tuple(sorted(dims, key=lambda dim: -value.stride[dim]))
+    return dims
+
+
+def _take_settings(name: str, state: Any, own: Mapping[str, Any], content: bytes) -> None:
+    """Compare a packed weight's settings with a checkpoint's, and set the scales' mean from it."""
+    try:
+        found = json.loads(content)
+        offset = float(found.pop(_OFFSET, own.get(_OFFSET, 0.0)))
+        plain = {key: value for key, value in own.items() if key != _OFFSET}
+        same = found == json.loads(json.dumps(plain))
+    except (ValueError, AttributeError, TypeError):
+        same = False
+    if not same:
+        raise ProtrainError(
+            f"the checkpoint's {name} is not of such a layer as the model's",
+            fix="load it into the model that it was saved from",
+        )
+    if state.offset is not None:
+        state.offset.fill_(offset)
+
+
+def _take_row_format(name: str, content: bytes) -> None:
+    if content != b"\0":
+        raise ProtrainError(
+            f"the checkpoint's {name} is {content[0]}: its weights do not lie in rows",
+            fix="save it with bitsandbytes 0.45 or later",
+        )
+
+
+def scales_beside(layer_name: str, layer: Any) -> Iterator[tuple[str, Value]]:
+    """A packed weight's tensors besides its bytes, in bitsandbytes' names and order."""
+    if of_eight_bits(layer):
+        for path, tensor in scales_of(layer).items():
+            yield f"{layer_name}.{path}".removeprefix("."), Held(tensor)
+        name = f"{layer_name}.weight_format".removeprefix(".")
+        yield name, Noted(b"\0", torch.Size([]), partial(_take_row_format, name))
+        return
+    state: Any = getattr(layer.weight, STATE)
+    prefix = f"{layer_name}.weight" if layer_name else "weight"
+    held = {"absmax": state.absmax, "quant_map": state.code}
+    if state.nested:
+        held |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+    for key, tensor in held.items():
+        yield f"{prefix}.{key}", Held(tensor)
+    name = f"{prefix}.quant_state.bitsandbytes__{state.quant_type}"
+    plain: dict[str, Any] = state.as_dict(packed=False)
+    settings = {key: value for key, value in plain.items() if not torch.is_tensor(value)}
+    text = json.dumps(settings).encode()
+    text = text.ljust(in_blocks(len(text), _SETTINGS_BYTES))
+    take = partial(_take_settings, name, state, settings)
+    yield name, Noted(text, torch.Size([len(text)]), take)
 
 
 def unpacked_values(
