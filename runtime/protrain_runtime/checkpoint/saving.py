@@ -270,8 +270,12 @@ def _write(
         )
         folder = directory / names[0]
         written = on_each(ranks, lambda: _files(folder, prefix, values, shard_bytes), directory)
-        content = _content(folder.name, written, training)
-        on_each(ranks, lambda: commit(folder, content) if first else None, directory)
+
+        def commit_all() -> None:
+            if first:
+                commit(folder, _content(folder.name, written, training))
+
+        on_each(ranks, commit_all, directory)
 
 
 def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> _Written:
