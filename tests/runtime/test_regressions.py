@@ -1,5 +1,6 @@
 """Faults that random models and the matrix found once: each a case of its own."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.cards import every_device
+from tests.support.hostile_models import WIDTH, batch_of, does, next_token, stack
 from tests.support.random_models import Shape
 from tests.support.random_training import subject
 from tests.support.runtime_cases import (
@@ -29,7 +31,6 @@ from tests.support.runtime_cases import (
     decided,
     decision_name,
     differences,
-    tokens,
 )
 from tests.support.scenario import Loop, Scenario, Units
 
@@ -103,48 +104,33 @@ def test_a_parameter_whose_update_needs_all_of_it_is_never_cut(tmp_path: Path) -
     trained(NORMED, *OFFLOADED, factory=whole, piece_bytes=256).assert_like_plain(tmp_path)
 
 
-class Aside(nn.Module):
-    """A block that keeps a loss of its own beside what it hands on, made after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.router = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.loss: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.inner(x)) + x
-        self.loss = torch.sigmoid(self.router(x)).square().mean()
-        return out
+def with_a_loss(block: Any, hidden: Tensor) -> Tensor:
+    """Keeps a loss of its own beside what it hands on, made after that."""
+    out = torch.tanh(block.computed(hidden)) + hidden
+    block.loss = torch.sigmoid(block.router(hidden)).square().mean()
+    return out
 
 
-class WithLossesAside(nn.Module):
+def penalized(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    stack.penalties = []
+    for number, block in enumerate(stack.blocks):
+        hidden = block(hidden)
+        if number % 2:
+            stack.penalties.append(stack.blocks[number - 1].inner.weight.square().mean())
+    return hidden
+
+
+def with_losses(stack: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
     """Autograd comes to what was computed last first, before it comes to what blocks hand on.
 
     So it comes to a loss that a block has made at its end, and to a penalty on a block's parameter
     that was made between later blocks.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(50, 64)
-        self.blocks = nn.ModuleList(Aside() for _ in range(5))
-        self.head = nn.Linear(64, 50)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        blocks = [block for block in self.blocks if isinstance(block, Aside)]
-        x, penalties = self.embedding(input_ids), list[Tensor]()
-        for number, block in enumerate(blocks):
-            x = block(x)
-            if number % 2:
-                penalties.append(blocks[number - 1].inner.weight.square().mean())
-        logits = self.head(x)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
-        aside = [block.loss for block in blocks if block.loss is not None]
-        return loss + torch.stack([*penalties, *aside]).sum()
+    aside = [*stack.penalties, *(block.loss for block in stack.blocks)]
+    return next_token(stack, hidden, tokens) + torch.stack(aside).sum()
 
 
-ASIDE = Subject(WithLossesAside, lambda number: tokens(number) % 50)
+ASIDE = does(with_a_loss, router=partial(nn.Linear, WIDTH, WIDTH))
 
 
 @pytest.mark.nightly(by_day=8)
@@ -164,43 +150,37 @@ def test_what_is_computed_beside_a_unit_waits_for_its_slot_in_backward(
 ) -> None:
     schedule = Schedule(forward_lead=lead, backward_lead=lead, swap_lead=lead)
     Scenario(
-        model=ASIDE,
+        model=Subject(stack(ASIDE, 5, run=penalized, ends=with_losses), batch_of),
         units=lambda units: decided(units, activations, states, schedule),
         script=Loop(num_steps=4),
         options={"lane_delay": lambda: 0.01},
     ).assert_like_plain(tmp_path)
 
 
-class Remembering(nn.Module):
-    """Remembers its weights from step to step, or computes what nobody uses."""
-
-    def __init__(self, remembers: bool) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.held: Tensor | None = None
-        self.remembers = remembers
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.remembers:
-            self.held = self.first.weight.detach().t()
-        return x + torch.tanh(self.first(x)), torch.tanh(self.second(x))
+def spared(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes what nobody uses, too."""
+    return hidden + torch.tanh(block.inner(hidden))[..., :WIDTH], torch.tanh(block.spare(hidden))
 
 
-class WithMemory(nn.Module):
-    def __init__(self, remembers: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Remembering(remembers and n == 1) for n in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        held = [block.held for block in self.blocks if isinstance(block, Remembering)]
-        x = x * (1 + sum(each.square().mean() for each in held if each is not None))
-        for block in self.blocks:
-            x, _ = block(x)
-        return x.square().mean()
+def remembering(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Remembers its weights from step to step."""
+    block.held = block.inner.weight.detach().t()
+    return spared(block, hidden)
 
 
-def rows_of(number: int) -> Tensor:
-    return torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
+def reads_memory(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    held = [block.held for block in stack.blocks]
+    hidden = hidden * (1 + sum(each.square().mean() for each in held if each is not None))
+    for block in stack.blocks:
+        hidden, _ = block(hidden)
+    return hidden
+
+
+def with_memory(*run: Callable[..., Any]) -> Subject:
+    """Blocks that do so, one after the other."""
+    spare = partial(nn.Linear, WIDTH, WIDTH)
+    blocks = [does(each, held=lambda: None, spare=spare) for each in run]
+    return Subject(stack(blocks, run=reads_memory), batch_of)
 
 
 @pytest.mark.nightly("lite-*", "mlp-*", "attn-*")
@@ -218,11 +198,10 @@ def test_views_that_are_held_from_step_to_step_are_refused(form: Form, tmp_path:
         pairs = zip(planned(units), held, strict=True)
         return tuple(own if own.name == "blocks.1" else unit for unit, own in pairs)
 
-    model = Subject(WithMemory, rows_of)
+    model = with_memory(spared, remembering, spared, spared)
     asked = Scenario(model=model, units=planned, script=Loop(num_steps=3))
     run = asked.start(tmp_path)
     with pytest.raises(RuntimeError, match=r"from step to step .* --pin \"blocks.1: persistent"):
         asked.played(run)
     replace(asked, units=pinned).assert_like_plain(tmp_path / "pinned")
-    unused = Subject(partial(WithMemory, remembers=False), rows_of)
-    replace(asked, model=unused).assert_like_plain(tmp_path / "unused")
+    replace(asked, model=with_memory(*[spared] * 4)).assert_like_plain(tmp_path / "unused")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ from protrain_runtime.contract.records.plan import (
     Schedule,
     StepSettings,
 )
-from protrain_runtime.contract.records.profile import Unit
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import DiskStore, HostStore, SplitStore
@@ -40,6 +40,7 @@ from protrain_runtime.states.chunks import read_values
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.cards import every_device
+from tests.support.hostile_models import WIDTH, Make, batch_of, does, stack
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -268,72 +269,30 @@ def test_parameters_without_elements_are_averaged(states: Placement, tmp_path: P
 
 # --- buffers that forwards write ------------------------------------------------------------------
 
-NormMaker = Callable[[int], nn.Module]
+
+def normed(block: Any, hidden: Tensor) -> Tensor:
+    """A residual with a norm over the batch."""
+    inner = block.over(block.inner(block.norm(hidden)).transpose(1, 2))
+    found: Tensor = hidden + block.outer(torch.relu(inner.transpose(1, 2)))
+    return found
 
 
-class Normed(nn.Module):
-    """A residual convolution with a norm over the batch."""
-
-    def __init__(self, norm: NormMaker) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
-        self.norm = norm(8)
-        self.mix = nn.Conv2d(8, 8, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        mixed: Tensor = self.mix(torch.relu(self.norm(self.convolution(images))))
-        return images + mixed
+def counting(block: Any, hidden: Tensor) -> Tensor:
+    """Counts its calls in a buffer, and computes with the count."""
+    block.calls += 1
+    return hidden + block.computed(hidden) / block.calls  # type: ignore[no-any-return]
 
 
-class Counting(nn.Module):
-    """A norm that counts its calls, and computes with the count."""
-
-    calls: Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.calls += 1
-        return images * self.weight[:, None, None] / self.calls
-
-
-class Replacing(Counting):
+def replacing(block: Any, hidden: Tensor) -> Tensor:
     """The same with a new buffer at every call."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        return images * self.weight[:, None, None] / self.calls
+    block.calls = block.calls + 1
+    return hidden + block.computed(hidden) / block.calls  # type: ignore[no-any-return]
 
 
-class Network(nn.Module):
-    def __init__(self, norm: NormMaker = nn.BatchNorm2d) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(*(Normed(norm) for _ in range(3)))
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        features = self.blocks(self.stem(images)).mean((2, 3))
-        return nn.functional.cross_entropy(self.head(features), labels)
-
-
-def images(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    given = torch.randn(4, 3, 16, 16, generator=generator)
-    return given, torch.randint(10, (4,), generator=generator)
-
-
-def network(norm: NormMaker = nn.BatchNorm2d) -> Subject:
-    return Subject(partial(Network, norm), images)
-
-
-NORMS: dict[str, NormMaker] = {
-    "batch": nn.BatchNorm2d,
-    "cumulative": partial(nn.BatchNorm2d, momentum=None),
-    "instance": partial(nn.InstanceNorm2d, affine=True, track_running_stats=True),
+NORMS: dict[str, Make] = {
+    "batch": partial(nn.BatchNorm1d, 2 * WIDTH),
+    "cumulative": partial(nn.BatchNorm1d, 2 * WIDTH, momentum=None),
+    "instance": partial(nn.InstanceNorm1d, 2 * WIDTH, affine=True, track_running_stats=True),
 }
 
 
@@ -351,28 +310,29 @@ def test_running_statistics_count_every_batch_once(
     norm: str, activations: Activations, states: Placement, tmp_path: Path
 ) -> None:
     run = Scenario(
-        model=network(NORMS[norm]),
+        model=Subject(stack(does(normed, over=NORMS[norm]), depth=3), batch_of),
         units=lambda units: decided(units, activations, states),
         factory=partial(torch.optim.AdamW, lr=1e-2),
     ).assert_like_plain(tmp_path, restored)
     assert len(list(run.model.named_buffers())) == 9  # of three norms: mean, variance, count
 
 
-def measured(model: nn.Module) -> list[Unit]:
-    with undisturbed(model):
-        anatomy = analyze_units(model, images(0), discover(model, images(0)))
-        return measure_bytes(model, images(0), anatomy, MemoryMeter)[0]
-
-
-def test_a_block_with_running_statistics_may_be_recomputed() -> None:
-    units = measured(network().build())
-    assert [len(unit.forms) > 1 for unit in units if unit.kind == "block"] == [True] * 3
-
-
-@pytest.mark.parametrize("norm", [Counting, Replacing])
-def test_a_block_that_writes_other_buffers_keeps_what_it_saves(norm: NormMaker) -> None:
-    model = network(norm).build()
+@pytest.mark.parametrize(
+    ("block", "recomputed"),
+    [
+        (does(normed, over=NORMS["batch"]), True),
+        (does(counting, calls=lambda: nn.Buffer(torch.zeros(()))), False),
+        (does(replacing, calls=lambda: nn.Buffer(torch.zeros(()))), False),
+    ],
+    ids=["running statistics", "counting", "replacing"],
+)
+def test_a_block_that_writes_other_buffers_keeps_what_it_saves(
+    block: Make, recomputed: bool
+) -> None:
+    model, batch = Subject(stack(block, depth=3), batch_of).build(), batch_of(0)
     before = copied(model.state_dict())
-    units = measured(model)
-    assert [f.form for unit in units for f in unit.forms] == ["keep"] * len(units)
+    with undisturbed(model):
+        anatomy = analyze_units(model, batch, discover(model, batch))
+        units = measure_bytes(model, batch, anatomy, MemoryMeter)[0]
+    assert [len(u.forms) > 1 for u in units if u.kind == "block"] == [recomputed] * 3
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
