@@ -7,8 +7,8 @@ import random
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import seeded
@@ -35,6 +34,7 @@ from tests.support.faults import data_limit, descriptors, file_limit
 from tests.support.forked import CONTEXT
 from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
+from tests.support.operator_logs import looking
 from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
 from tests.support.runtime_cases import (
     ADAMW,
@@ -325,18 +325,18 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, assert_says: Spe
     assert_says(error)
 
 
-class _Writing(TorchDispatchMode):
-    """Writes to a file when numbers are first copied."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write to a file when numbers have been copied once."""
+    copied: list[Any] = []
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._path: Path | None = path
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and self._path is not None:
-            path, self._path = self._path, None
+    def look(func: Any, *_: object) -> None:
+        if func is torch.ops.aten.copy_.default and not copied:
+            copied.append(func)
             path.write_bytes(path.read_bytes())
-        return func(*args, **(kwargs or {}))
+
+    with looking(look):
+        yield
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -347,7 +347,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     os.utime(tmp_path / "saved" / "model.safetensors", (1, 1))
     plan = plan_for(values, decided(described("llama"), KEEP, Placement(tier="host")))
     model = without_values(subject, "inside")
-    with _Writing(tmp_path / "saved" / "model.safetensors"):
+    with writing(tmp_path / "saved" / "model.safetensors"):
         error = refused(model, plan, tmp_path, tmp_path / "saved")
     assert_says(error)
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from protrain_plan.hardware.probe import probe
@@ -33,6 +33,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
 from tests.support.estimates import batches_of, model_of, small_source
+from tests.support.operator_logs import looking
 from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
 from tests.support.programs import compile_units
 from tests.support.trained import train
@@ -133,19 +134,21 @@ def test_what_is_gone_since_hides_no_workspace(card: torch.device) -> None:
     del graph
 
 
-class Kernels(TorchDispatchMode):
-    """Operators that run on the device, with the dtypes of their tensors."""
+Kernels = set[tuple[str, frozenset[torch.dtype]]]
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[tuple[str, frozenset[torch.dtype]]] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        found = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+@contextmanager
+def kernels_on_device() -> Iterator[Kernels]:
+    """Operators that run on the device inside, with the dtypes of their tensors."""
+    seen: Kernels = set()
+
+    def look(func: Any, *given: Any) -> None:
+        found = [tensor for tensor in tree_leaves(given) if isinstance(tensor, torch.Tensor)]
         if any(t.device.type == "emulated" and type(t) is not FakeTensor for t in found):
-            self.seen.add((func.name(), frozenset(t.dtype for t in found)))
-        return result
+            seen.add((func.name(), frozenset(tensor.dtype for tensor in found)))
+
+    with looking(look):
+        yield seen
 
 
 @pytest.mark.nightly
@@ -153,11 +156,11 @@ class Kernels(TorchDispatchMode):
 def test_clipping_and_unscaling_load_no_kernel_after_the_context_was_measured(
     card: torch.device, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Kernels() as kernels:
+    with kernels_on_device() as kernels:
         measured: list[set[Any]] = []
 
         def context_bytes(device: torch.device) -> int:
-            measured.append(kernels.seen.copy())
+            measured.append(kernels.copy())
             return asked(device)
 
         asked = devices.context_bytes
@@ -171,13 +174,13 @@ def test_clipping_and_unscaling_load_no_kernel_after_the_context_was_measured(
     scaler = torch.amp.GradScaler(card.type, enabled=dtype == "float32")
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    with Kernels() as between:
+    with kernels_on_device() as between:
         if scaler.is_enabled():
             scaler.scale(torch.ones((), device=card))
             scaler.unscale_(stepper)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-    assert between.seen
-    assert between.seen <= measured[-1]
+    assert between
+    assert between <= measured[-1]
 
 
 @pytest.mark.nightly("0.0")

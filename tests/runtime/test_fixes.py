@@ -286,12 +286,16 @@ def looks_at_units(run: Run, unit: str = "layers.0") -> None:
 LAYER = "model.layers.0"
 
 
-def saves(run: Run, own: bool = False) -> None:
+def saves(run: Run, own: bool = False, *, plainly: bool = False) -> None:
+    """Plainly, nothing but the parameters says which model an optimizer is of."""
     run.step(0)
     if run.folder is not None:
+        if plainly:
+            restore(run.model)
         other = ADAMW(CATALOGUE["gpt2"].build().parameters())
         save(run.model, run.optimizer if own else other, run.folder / "saved")
-    run.step(1)
+    if not plainly:
+        run.step(1)
 
 
 @contextmanager
@@ -402,15 +406,6 @@ def saves_meanwhile(run: Run, *, elsewhere: bool = False) -> None:
         save(run.model, run.optimizer, folder / "other" if elsewhere else folder)
         os.close(descriptor)
     run.step(1)
-
-
-def saves_plainly(run: Run, own: bool = False) -> None:
-    """The plan has ended; nothing but the parameters says which model an optimizer is of."""
-    run.step(0)
-    if run.folder is not None:
-        restore(run.model)
-        other = ADAMW(CATALOGUE["gpt2"].build().parameters())
-        save(run.model, run.optimizer if own else other, run.folder / "saved")
 
 
 def saves_files_of_a_layer(run: Run, *, own: bool = False) -> None:
@@ -546,7 +541,7 @@ FIXES = {
     ),
     "a folder without a checkpoint": unless(loads_nothing, named=True),
     "a folder that another process saves to": unless(saves_meanwhile, elsewhere=True),
-    "an optimizer of another model, plainly": unless(saves_plainly, own=True),
+    "an optimizer of another model, plainly": unless(partial(saves, plainly=True), own=True),
     "files of a module": unless(saves_files_of_a_layer, own=True),
     "averages of another model": unless(averages_of_another, model=None),
 }
@@ -590,16 +585,6 @@ def prepared(folder: Path, model: Any = None, **given: Any) -> Run:
     return replace(LOOP, **given).prepared(model, folder)
 
 
-def twice(folder: Path, followed: bool) -> Run:
-    run = LOOP.start(folder)
-    return prepared(folder, restore(run.model) if followed else run.model)
-
-
-def wrapped(folder: Path, followed: bool) -> Run:
-    model = LOOP.subject.build()
-    return prepared(folder, model if followed else torch.nn.DataParallel(model), plan=own_plan)
-
-
 def another(folder: Path, followed: bool) -> Run:
     plan = None if followed else (lambda _: LOOP.planned_for(CATALOGUE["gpt2"].build()))
     return prepared(folder, plan=plan)
@@ -614,10 +599,6 @@ def misnamed(folder: Path, followed: bool) -> Run:
     return prepared(folder, units=units)
 
 
-def no_folder(folder: Path, followed: bool) -> Run:
-    return prepared(folder if followed else folder / "missing")
-
-
 def stepped_before(folder: Path, followed: bool) -> Run:
     model = LOOP.subject.build()
     optimizer = ADAMW(model.parameters())
@@ -627,28 +608,10 @@ def stepped_before(folder: Path, followed: bool) -> Run:
     return given_optimizer(folder, model, optimizer)
 
 
-def of_another_model(folder: Path, followed: bool) -> Run:
-    model = LOOP.subject.build()
-    own = model if followed else LOOP.subject.build()
-    return given_optimizer(folder, model, ADAMW(own.parameters()))
-
-
 def given_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Run:
     plan = LOOP.planned_for(model)
     planned, mine = prepare(model, plan, optimizer=optimizer, spill_directory=folder)
     return Run(LOOP.subject, planned, mine, folder=folder)
-
-
-def some_groups(folder: Path, followed: bool) -> Run:
-    return prepared(
-        folder, groups=lambda model: [{"params": [*model.parameters()][0 if followed else 3 :]}]
-    )
-
-
-def frozen(folder: Path, followed: bool) -> Run:
-    model = LOOP.subject.build()
-    plan = LOOP.planned_for(model)
-    return prepared(folder, model.requires_grad_(followed), plan=lambda _: plan)
 
 
 def from_files(folder: Path, model: Any, *, named: bool = True) -> Run:
@@ -664,16 +627,6 @@ def from_files(folder: Path, model: Any, *, named: bool = True) -> Run:
 
 def made_anew() -> torch.nn.Module:
     return LOOP.subject.make().train()
-
-
-def without_values(folder: Path, followed: bool) -> Run:
-    with torch.device("meta"):
-        model = made_anew()
-    return from_files(folder, model, named=followed)
-
-
-def with_values(folder: Path, followed: bool) -> Run:
-    return from_files(folder, made_anew if followed else made_anew())
 
 
 def compiled(folder: Path, followed: bool) -> Run:
@@ -696,27 +649,58 @@ def kernels(folder: Path, followed: bool, *, deterministic: bool) -> Run:
         torch.use_deterministic_algorithms(mode=False)
 
 
-def no_model(folder: Path, followed: bool) -> Run:
-    return from_files(folder, made_anew if followed else str)
-
-
 def own_plan(_: Any) -> Plan:
     return LOOP.planned_for(LOOP.subject.build())
 
 
+def built() -> Any:
+    return LOOP.subject.build()
+
+
+def frozen(*, trains: bool) -> Any:
+    return built().requires_grad_(trains)
+
+
+def on_meta() -> torch.nn.Module:
+    with torch.device("meta"):
+        return made_anew()
+
+
+def some_parameters(model: Any, first: int) -> list[dict[str, Any]]:
+    return [{"params": [*model.parameters()][first:]}]
+
+
 GIVEN: dict[str, Callable[[Path, bool], Run]] = {
-    "a model that follows a plan": twice,
-    "a model in a wrapper": wrapped,
+    "a model that follows a plan": lambda folder, followed: prepared(
+        folder, (restore if followed else lambda model: model)(LOOP.start(folder).model)
+    ),
+    "a model in a wrapper": lambda folder, followed: prepared(
+        folder, built() if followed else torch.nn.DataParallel(built()), plan=own_plan
+    ),
     "a plan for another model": another,
     "a unit that the model has not": misnamed,
-    "a directory that is missing": no_folder,
+    "a directory that is missing": lambda folder, followed: prepared(
+        folder if followed else folder / "missing"
+    ),
     "an optimizer with states": stepped_before,
-    "an optimizer of another model": of_another_model,
-    "parameters in no group": some_groups,
-    "a frozen model": frozen,
-    "a model without values": without_values,
-    "weights for a model with values": with_values,
-    "a function that makes no model": no_model,
+    "an optimizer of another model": lambda folder, followed: given_optimizer(
+        folder, model := built(), ADAMW((model if followed else built()).parameters())
+    ),
+    "parameters in no group": lambda folder, followed: prepared(
+        folder, groups=partial(some_parameters, first=0 if followed else 3)
+    ),
+    "a frozen model": lambda folder, followed: prepared(
+        folder, frozen(trains=followed), plan=own_plan
+    ),
+    "a model without values": lambda folder, followed: from_files(
+        folder, on_meta(), named=followed
+    ),
+    "weights for a model with values": lambda folder, followed: from_files(
+        folder, made_anew if followed else made_anew()
+    ),
+    "a function that makes no model": lambda folder, followed: from_files(
+        folder, made_anew if followed else str
+    ),
     "compiled blocks": compiled,
     "deterministic kernels": partial(kernels, deterministic=True),
     "the usual kernels": partial(kernels, deterministic=False),

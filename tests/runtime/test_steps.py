@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.models.adapters import adapted
-from protrain_plan.models.batches import call_model
 from protrain_plan.models.building import seeded
 from protrain_runtime import restore
 from protrain_runtime.contract.records.adapters import parse_lora
@@ -493,13 +492,6 @@ def test_generating_between_steps_changes_nothing(
     tried(script, model=model, units=swapping()).assert_like_plain(tmp_path)
 
 
-def pair_loss(*outputs: Any) -> Tensor:
-    """As contrastive losses do: of both outputs at once."""
-    one, other = (output.float().mean(dim=(1, 2)) for output in outputs)
-    loss: Tensor = (one - other).square().mean()
-    return loss
-
-
 def failed_in_between(run: Run) -> None:
     """An evaluation that fails gives the step up."""
     loss = run.loss(5)
@@ -523,20 +515,6 @@ def test_a_backward_of_several_forwards_is_one_error(tmp_path: Path, assert_says
     run.optimizer.zero_grad()
     run.step(1)
     assert_bitwise(run.outcome(), asked.plain())
-
-
-def contrasted_in_one(run: Run) -> None:
-    """The fix of the error."""
-    for number in range(2):
-        output: Any = call_model(run.model, run.subject.batch(number))
-        loss = pair_loss(*output.logits.chunk(2))
-        loss.backward()
-        run.update()
-        run.seen.append(loss.detach())
-
-
-def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
-    tried(contrasted_in_one, units=swapping(RECOMPUTE)).assert_like_plain(tmp_path)
 
 
 @pytest.mark.nightly(by_day=6)
