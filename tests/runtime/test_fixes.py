@@ -78,6 +78,7 @@ VERBS: dict[str, Script] = {
     "zero": lambda run: run.optimizer.zero_grad(),
     "update alone": lambda run: run.optimizer.step(),
     "clip": lambda run: run.clip(0.5),
+    "clip values": lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3),
 }
 
 
@@ -117,10 +118,6 @@ norm = partial(norms, count=1)
 
 def drops_a_gradient(run: Run) -> None:
     next(run.model.parameters()).grad = None
-
-
-def clips_values(run: Run) -> None:
-    torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3)
 
 
 def changes_a_rate(run: Run) -> None:
@@ -469,7 +466,7 @@ FIXES = {
         refused=does_all("step", "backward", drops_a_gradient, "update", "step"), clip=True
     ),
     "clips by norm": Fix(refused=does_all("backward", "clip", "update", "step"), clip=True),
-    "clips by value": Fix(refused=does_all("backward", clips_values, "update", "step"), clip=True),
+    "clips by value": Fix(refused=does_all("backward", "clip values", "update", "step"), clip=True),
     "fewer micro-batches": Fix(
         refused=does_all("backward", *ONCE, "backward", "update"), micro_batches=2, clip=True
     ),
@@ -797,10 +794,6 @@ def sets_late(run: Run) -> None:
     run.step(0)
 
 
-def adds_a_group(run: Run) -> None:
-    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-
-
 ODD = partial(made_odd, lr=1e-3)
 SHARD = Placement(tier="device")
 
@@ -904,7 +897,11 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         of_masters(PERSISTENT),
     ),
     "a group that was added late": (
-        asked(script=adds_a_group),
+        asked(
+            script=lambda run: run.optimizer.add_param_group(
+                {"params": [torch.nn.Parameter(torch.zeros(2))]}
+            )
+        ),
         asked(groups=lambda model: [{"params": [each]} for each in model.parameters()]),
     ),
     "an option that was set late": (
@@ -927,10 +924,6 @@ def test_a_plan_trains_when_the_message_is_followed(
     assert is_refusal(error), repr(error)
     assert_says(error)
     followed.assert_like_plain(tmp_path / "trained")
-
-
-def one_of_two(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
-    return stack.blocks[by_torch() < 0.5](hidden)  # type: ignore[no-any-return]
 
 
 def both(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
@@ -1002,10 +995,6 @@ def writes_weight(block: Any, hidden: torch.Tensor) -> torch.Tensor:
     return Block.forward(block, hidden)
 
 
-def gives_weight(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
-    return in_order(stack, hidden, step) + 1e-3 * stack.blocks[1].norm.weight  # type: ignore[no-any-return]
-
-
 def loss_of_logits(
     stack: Any, hidden: torch.Tensor, tokens: torch.Tensor, *, use: str = ""
 ) -> torch.Tensor:
@@ -1063,7 +1052,9 @@ def mends(before: Make, now: Make, plan: PlanName = "mixed") -> Followed:
 
 
 MODELS = {
-    "blocks that take turns": mends(run_by(one_of_two), run_by(both)),
+    "blocks that take turns": mends(
+        run_by(lambda stack, hidden, _: stack.blocks[by_torch() < 0.5](hidden)), run_by(both)
+    ),
     "blocks in another order": mends(run_by(either_order), run_by(in_order)),
     "blocks in another order: skipped": mends(run_by(either_order), run_by(skips_some)),
     "tensors that add up": mends(run_by(keeps_tensors), run_by(keeps_numbers)),
@@ -1083,7 +1074,10 @@ MODELS = {
     "a block runs twice": changes(stack(), stack(run=chosen(lambda _: (0, 1, 1, 2, 3)))),
     "blocks are moved": changes(stack(), stack(run=chosen(lambda _: (0, 2, 1, 3)))),
     "a weight is written": changes(stack(does(Block.forward)), stack(does(writes_weight))),
-    "a weight is read elsewhere": changes(run_by(in_order), run_by(gives_weight)),
+    "a weight is read elsewhere": changes(
+        run_by(in_order),
+        run_by(lambda stack, *given: in_order(stack, *given) + 1e-3 * stack.blocks[1].norm.weight),
+    ),
     "tied in the forward": Followed(Hostile(Tied), Hostile(tied_before, before=Tied), "mixed"),
     "a gradient that comes late": changes(
         partial(reads_blocks, 9), partial(reads_blocks, 1), "stepped"

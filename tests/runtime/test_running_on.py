@@ -42,6 +42,7 @@ from tests.support.runtime_cases import (
     decided,
     device,
     offloads,
+    slow_updates,
 )
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, recorded, refusal
 from tests.support.thinning import thinned
@@ -249,11 +250,6 @@ def test_both_copies_are_in_the_store(tmp_path: Path) -> None:
 
 
 # --- on into the next step ------------------------------------------------------------------------
-
-
-def slow_updates() -> float:
-    """Seconds before each item of a lane: updates are what a step would wait for."""
-    return 0.01 if threading.current_thread().name.startswith("protrain update") else 0.0
 
 
 def overlapping(

@@ -5,7 +5,6 @@ As plain PyTorch has it, or one clear error.
 
 import itertools
 import random
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -52,6 +51,7 @@ from tests.support.runtime_cases import (
     differences,
     mixed,
     plan_for,
+    slow_updates,
 )
 from tests.support.scenario import Looking, Loop, Run, Scenario, Script, Units, refusal
 from tests.support.thinning import thinned
@@ -232,18 +232,13 @@ def test_sums_that_are_clipped_between_micro_batches_are_those_of_plain_pytorch(
     tried(clipped_between, micro_batches=2, units=all_on_host).assert_like_plain(tmp_path)
 
 
-def slow_additions() -> float:
-    """Seconds before each item of a lane: gradients arrive long before those before are added."""
-    return 0.01 if threading.current_thread().name.startswith("protrain update") else 0
-
-
 def test_gradients_wait_for_a_free_buffer_before_they_arrive_to_be_added(tmp_path: Path) -> None:
     tried(
         Loop(num_steps=1, micro_batches=2),
         updates="in backward",
         micro_batches=2,
         units=all_on_host,
-        options={"lane_delay": slow_additions},
+        options={"lane_delay": slow_updates},  # gradients arrive long before those before are added
     ).assert_like_plain(tmp_path)
 
 
@@ -385,11 +380,6 @@ def test_a_gradient_scaler_unscales_clips_and_skips_as_in_plain_torch_bitwise(
 # --- parameters without gradients -----------------------------------------------------------------
 
 
-def takes_turns(block: Any, hidden: Tensor, other: int) -> Tensor:
-    """A batch meets one of two experts."""
-    return block.other(hidden) if other else Block.forward(block, hidden)
-
-
 def by_bits(stack: Any, hidden: Tensor, step: int) -> Tensor:
     """The step says which expert a batch meets in each block."""
     for number, block in enumerate(stack.blocks):
@@ -397,12 +387,15 @@ def by_bits(stack: Any, hidden: Tensor, step: int) -> Tensor:
     return hidden
 
 
-def in_its_dtype(stack: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
-    return next_token(stack, hidden.to(stack.head.weight.dtype), tokens)
-
-
 ROUTED = Subject(
-    stack(does(takes_turns, other=Block), depth=3, run=by_bits, ends=in_its_dtype), batch_of
+    stack(
+        # A batch meets one of two experts.
+        does(lambda b, x, other: b.other(x) if other else Block.forward(b, x), other=Block),
+        depth=3,
+        run=by_bits,
+        ends=lambda s, x, tokens: next_token(s, x.to(s.head.weight.dtype), tokens),
+    ),
+    batch_of,
 )
 
 

@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import os
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -522,6 +523,11 @@ def delays(seed: int) -> Callable[[], float]:
     """Up to two milliseconds before every transfer and update: more than a slot computes."""
     rng = random.Random(seed)
     return lambda: rng.random() * 0.002
+
+
+def slow_updates() -> float:
+    """Seconds before each item of a lane: updates are what a step would wait for."""
+    return 0.01 if threading.current_thread().name.startswith("protrain update") else 0.0
 
 
 # --- training -------------------------------------------------------------------------------------
