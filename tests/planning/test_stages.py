@@ -445,11 +445,12 @@ def test_cuts_are_where_one_unit_reads_the_last() -> None:
 
 def test_a_skip_connection_is_not_cut(tmp_path: Path) -> None:
     """Such an output is read by the last part, and added without being saved."""
-    shape = random_models.Shape(blocks=("linear",) * 4, between=("nothing",) * 4, skip=True)
+    skipping = random_models.Shape(blocks=(("linear", "nothing"),) * 4, skip=True)
+    made = random_models.subject(skipping)
     workload = replace(WORKLOAD, model="tests:random")
     profile = measure_model(
-        random_models.random_model(shape),
-        map(random_models.random_batch, count()),
+        made.build(),
+        map(made.batch, count()),
         workload=workload,
         num_steps=1,
         spill_directory=tmp_path,
