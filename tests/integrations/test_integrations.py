@@ -597,20 +597,20 @@ def in_a_trainer(model: nn.Module, weights: Path | None, folder: Path) -> nn.Mod
 
 def in_a_loop(model: nn.Module, weights: Path | None, folder: Path) -> nn.Module:
     set_seed(0)
-    accelerator = Accelerator(cpu=True)
+    own = accelerator()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if weights is not None:
         optimizer = in_accelerate.use_plan(
-            accelerator, model, optimizer, plan(NAME), weights=weights, spill_directory=folder
+            own, model, optimizer, plan(NAME), weights=weights, spill_directory=folder
         )
     loader = DataLoader(rows(12, seed=0), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = own.prepare(model, optimizer, loader)
     for batch in loader:
-        accelerator.backward(model(**batch).loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        own.backward(model(**batch).loss)
+        own.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    unwrapped: nn.Module = accelerator.unwrap_model(model)
+    unwrapped: nn.Module = own.unwrap_model(model)
     return unwrapped
 
 
