@@ -25,7 +25,7 @@ from protrain_runtime import prepare, restore, save, save_pretrained, without_pa
 from protrain_runtime.checkpoint.files import joined_sums
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, DeviceGroup, Placement, Plan
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Placement, Plan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory, return_freed_memory
 from tests.support import quantized_models
@@ -35,7 +35,6 @@ from tests.support.forked import CONTEXT
 from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
 from tests.support.operator_logs import looking
-from tests.support.plan_settings import with_settings
 from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
 from tests.support.ranks_cases import run_ranks
 from tests.support.ranks_loops import in_turn
@@ -162,8 +161,8 @@ def test_every_device_has_the_bits_of_the_whole_model(reads: bool, tmp_path: Pat
     subject = CATALOGUE["llama-tied"]
     values = subject.build(1)
     save(values, None, tmp_path / "saved")
-    plan = plan_for(values, mixed(described("llama-tied"), random.Random(3), "disk", "host"))
-    plan = replace(plan, workload=replace(plan.workload, device=device().type))
+    units = mixed(described("llama-tied"), random.Random(3), "disk", "host")
+    plan = plan_for(values, units, device=device().type)
     expected = trained(subject, values, plan, tmp_path).outcome()
     options: dict[str, Any] = {"weights": tmp_path / "saved"} if reads else {}
     given = partial(subject.build, 1) if reads else make_on_the_host
@@ -613,7 +612,7 @@ def saving(rank: int, count: int, folder: Path) -> Any:
     )
     model, _ = prepare(
         subject.build(rank),
-        with_settings(plan_for(subject.build(), units), group=DeviceGroup(num_devices=count)),
+        plan_for(subject.build(), units, num_devices=count),
         optimizer=ADAMW,
         spill_directory=folder,
     )

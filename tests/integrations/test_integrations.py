@@ -39,6 +39,7 @@ from tests.support.integration_cases import (
     without_overrides,
 )
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     assert_bitwise,
@@ -174,7 +175,7 @@ def of_blocks(name: str) -> Plan:
         else unit
         for unit in made.units
     ]
-    return replace(made, units=tuple(units), workload=replace(made.workload, compile="blocks"))
+    return with_settings(made, units=tuple(units), compile="blocks")
 
 
 def case(name: str, settings: dict[str, Any] | None = None, **planned: Any) -> Case:
@@ -547,8 +548,8 @@ def test_a_schedule_made_before_the_plan_holds_with_master_weights_and_after_loa
         return outcome(model, optimizer, losses)
 
     units = mixed(described("llama-tied"), random.Random(0), "disk")
-    made = plan_for(build("llama-tied").bfloat16(), units)
-    made = replace(made, workload=replace(made.workload, precision="master", dtype="bfloat16"))
+    own = {"precision": "master", "dtype": "bfloat16"}
+    made = plan_for(build("llama-tied").bfloat16(), units, **own)
     expected = run(None)
     with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step\(\)"):
         found = run(made)

@@ -32,7 +32,7 @@ from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.estimates import estimate, machine
 from tests.support.hostile_models import HOSTILE, Chain, batch_of
 from tests.support.peaks import SLACK_BYTES, bytes_of_others
-from tests.support.runtime_cases import decided, described_by, plan_of, profiled_here
+from tests.support.runtime_cases import decided, described_by, plan_for_profile, profiled_here
 from tests.support.trained import train
 
 LOW_RANK = "tests.support.low_rank:LowRank"
@@ -199,8 +199,7 @@ def test_slow_steps_train_as_plain_torch_within_what_was_predicted(
     profile: Profile, states: Placement, tmp_path: Path
 ) -> None:
     units = decided(described_by(profile), RECOMPUTE, states)
-    made = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    plan = replace(made, optimizer=profile.optimizer.name)
+    plan = plan_for_profile(profile, units, optimizer=profile.optimizer.name)
     most = promised_bytes(plan, profile)
     above = []
     for num_steps in (NUM_STEPS, 2):

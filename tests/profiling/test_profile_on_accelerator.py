@@ -28,10 +28,11 @@ from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import BLOCK_BYTES
 from protrain_runtime.contract.records.plan import Budgets
-from protrain_runtime.contract.records.profile import DType, Profile, Workload
+from protrain_runtime.contract.records.profile import DType, Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
+from tests.support.estimates import asked as options_of
 from tests.support.estimates import batches_of, model_of, small_source
 from tests.support.operator_logs import looking
 from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
@@ -72,15 +73,8 @@ def measured_model(where: torch.device, dtype: DType) -> Profile:
     device = replace(machine.device, kind="emulated", memory_bytes=2**32)
     batches = batches_of(SOURCE, batch_size=2, seq_len=64, dtype=dtype, device=where)
     model = model_of(SOURCE, dtype=dtype, device=where)
-    workload = Workload(
-        model=SOURCE.name,
-        model_config=SOURCE.model_config,
-        batch_size=2,
-        seq_len=64,
-        dtype=dtype,
-        device=where.type,
-        seed=0,
-    )
+    workload, _ = options_of(SOURCE, batch_size=2, seq_len=64, dtype=dtype)
+    workload = replace(workload, device=where.type)
     cost = optimizer_cost(model, workload, DEFAULT_OPTIMIZER, device=where, sparse=False)
     with TemporaryDirectory() as spill:
         return measure_model(

@@ -32,7 +32,6 @@ from protrain_runtime.model.prepared import below_device, prepared_of
 from protrain_runtime.ranks import common_memory
 from tests.support import quantized_models
 from tests.support.messages import Speaker
-from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import end_ranks, ranks_on_every_device_at_night, run_ranks
 from tests.support.ranks_loops import Loop as RanksLoop
 from tests.support.ranks_loops import (
@@ -83,7 +82,7 @@ def plan_on(
     count: int, units: Sequence[UnitPlan], subject: Subject = SUBJECT, **options: Any
 ) -> Plan:
     group = DeviceGroup(num_devices=count, **options)
-    return with_settings(plan_for(subject.build(), units), group=group)
+    return plan_for(subject.build(), units, group=group)
 
 
 def made(plan: Plan, rank: int, folder: Path, **options: Any) -> RanksRun:

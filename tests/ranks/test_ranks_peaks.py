@@ -50,7 +50,6 @@ from tests.support.peaks import (
     profile_file,
     without_freedom,
 )
-from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import end_ranks, run_ranks
 from tests.support.runtime_cases import (
     activation_decisions,
@@ -60,7 +59,7 @@ from tests.support.runtime_cases import (
     differences,
     mixed,
     open_to,
-    plan_of,
+    plan_for_profile,
     random_schedule,
 )
 from tests.support.trained import train
@@ -104,13 +103,10 @@ def assert_within_the_promise(
     """
     slack = SLACK_BYTES + gap_bytes(profile.tensors)
     plans = [
-        with_settings(
-            plan_of(
-                units,
-                fingerprint=profile.model_fingerprint,
-                workload=profile.workload,
-                piece_bytes=PIECE_BYTES,
-            ),
+        plan_for_profile(
+            profile,
+            units,
+            piece_bytes=PIECE_BYTES,
             updates=updates,
             micro_batches=micro_batches,
             reductions=reductions,
@@ -166,8 +162,7 @@ def explained(rank: int, _: int, plan: Plan, profile: Profile) -> str:
 @pytest.mark.nightly  # by day on one device, in `test_limits`
 def test_memory_that_runs_out_on_a_rank_is_explained(profile: Profile, tmp_path: Path) -> None:
     units = decided(described_by(profile), KEEP, Placement(tier="device"))
-    made = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    plan = replace(made, settings=replace(made.settings, group=replace(made.group, num_devices=2)))
+    plan = plan_for_profile(profile, units, num_devices=2)
     planned = promised_bytes(plan, profile)[len(units) + 1]
     for said in run_ranks(explained, 2, tmp_path, plan, profile):
         assert said.startswith(f"out of memory in {slot_name(plan, len(units) + 1)}: ")
@@ -283,17 +278,16 @@ def _plan(profile: Profile, seed: int) -> Plan:
     updates, micro_batches = rng.choice(("in backward", "after backward")), rng.choice((1, 2))
     drawn = mixed(described_by(profile), rng, "host", "disk", stepped=False)
     units = zip(open_to(profile, without_freedom(drawn)), profile.units, strict=True)
-    made = plan_of(
+    return plan_for_profile(
+        profile,
         [
             replace(plan, states=PERSISTENT if unit.stays else replace(plan.states, on_disk=0))
             for plan, unit in units
         ],
-        fingerprint=profile.model_fingerprint,
-        workload=profile.workload,
         piece_bytes=1 << 15,
-    )
-    return with_settings(
-        made, updates=updates, micro_batches=micro_batches, group=DeviceGroup(num_devices=2)
+        updates=updates,
+        micro_batches=micro_batches,
+        num_devices=2,
     )
 
 

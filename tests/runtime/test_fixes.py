@@ -59,6 +59,7 @@ from tests.support.judging import PlanName, is_refusal, judged
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import TOGETHER, UNCOUNTED
 from tests.support.odd_optimizers import made as made_odd
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -637,11 +638,10 @@ def compiled(folder: Path, followed: bool) -> Run:
 
 def kernels(folder: Path, followed: bool, *, deterministic: bool) -> Run:
     """A plan for a card with kernels of one kind, and PyTorch with those of one kind."""
-    plan = own_plan(None)
-    on_card = replace(plan.workload, device="cuda", deterministic=deterministic)
+    plan = with_settings(own_plan(None), device="cuda", deterministic=deterministic)
     torch.use_deterministic_algorithms(deterministic == followed)
     try:
-        return prepared(folder, plan=lambda _: replace(plan, workload=on_card))
+        return prepared(folder, plan=lambda _: plan)
     finally:
         torch.use_deterministic_algorithms(mode=False)
 
@@ -800,12 +800,7 @@ SHARD = Placement(tier="device")
 
 def of_masters(states: Placement, **given: Any) -> Scenario:
     scenario = asked(states, **given)
-
-    def planned(model: Any) -> Plan:
-        plan = scenario.planned_for(model)
-        return replace(plan, workload=replace(plan.workload, precision="master"))
-
-    return replace(scenario, plan=planned)
+    return replace(scenario, settings={**scenario.settings, "precision": "master"})
 
 
 EARLY = Placement(tier="disk", speculate=True)

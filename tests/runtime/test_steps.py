@@ -50,7 +50,6 @@ from tests.support.runtime_cases import (
     device,
     differences,
     mixed,
-    plan_for,
     slow_updates,
 )
 from tests.support.scenario import Looking, Loop, Run, Scenario, Script, Units, refusal
@@ -266,11 +265,8 @@ def test_other_numbers_of_micro_batches_than_planned_are_refused(
 def test_a_smaller_batch_trains_and_a_larger_one_is_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
-    def plan(model: nn.Module) -> Any:
-        made = plan_for(model, mixture("disk", CATALOGUE["llama-tied"].units()))
-        return replace(made, workload=replace(made.workload, model_config="{}"))
-
-    run = Scenario(plan=plan).start(tmp_path)
+    asked = Scenario(units=partial(mixture, "disk"), settings={"model_config": "{}"})
+    run = asked.start(tmp_path)
     for sizes in [(BATCH, SEQUENCE), (1, SEQUENCE), (BATCH, 8)]:
         tokens = torch.zeros(sizes, dtype=torch.int64, device=device())
         run.model(input_ids=tokens, labels=tokens).loss.backward()

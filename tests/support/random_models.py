@@ -21,7 +21,6 @@ from protrain_plan.models.batches import Batch
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Plan, Updates
 from tests.support.hostile_models import BATCH, SEQUENCE, WIDTH, Stack, tokens_of
-from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import Subject, delays, mixed, one_group, plan_for, speculative
 from tests.support.scenario import Looking, Loop, Scenario, restored
 
@@ -197,8 +196,8 @@ def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
     ahead = updates == "after backward" and micro_batches == 1 and rng.random() < 0.5
 
     def plan(model: nn.Module) -> Plan:
-        found = plan_for(model, units, piece_bytes=pieces)
-        found = with_settings(found, micro_batches=micro_batches, updates=updates)
+        settings = {"piece_bytes": pieces, "micro_batches": micro_batches, "updates": updates}
+        found = plan_for(model, units, **settings)
         return speculative(found) if ahead else found
 
     Scenario(

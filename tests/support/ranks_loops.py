@@ -287,11 +287,9 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def several(loop: Loop, units: Sequence[UnitPlan], count: int, **options: Any) -> Plan:
     updates = "after backward" if loop.clips or loop.between else "in backward"
-    plan = plan_for(loop.subject.build(), units)
     own = {"num_devices": count, "updates": updates, "micro_batches": loop.micro_batches}
-    if loop.compiled:
-        own["workload"] = replace(plan.workload, compile="blocks")
-    return with_settings(plan, **{**own, **options})
+    own["compile"] = "blocks" if loop.compiled else ""
+    return plan_for(loop.subject.build(), units, **{**own, **options})
 
 
 def in_turn(name: str, *places: Placement) -> tuple[UnitPlan, ...]:
