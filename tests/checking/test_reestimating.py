@@ -83,9 +83,6 @@ class Repository:
             seq_len=1,
             dtype="float32",
             hardware=load_hardware("cpu"),
-            seed=0,
-            text=None,
-            progress=lambda *_: None,
         )
 
     def commit(self, profile: Profile) -> int:

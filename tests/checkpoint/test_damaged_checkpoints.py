@@ -31,9 +31,8 @@ from protrain_runtime.checkpoint.loading import read_extra
 from protrain_runtime.checkpoint.saving import write_file
 from protrain_runtime.checkpoint.training import encoded, read_training
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, DeviceGroup, Placement
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Placement
 from protrain_runtime.states.values import Held, Source
-from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import run_ranks
 from tests.support.runtime_cases import copied, decided, differences, made_once, plan_for, units_of
 
@@ -118,8 +117,7 @@ def trained(tier: str, folder: Path, *, seed: int, count: int = 1) -> Training:
         below: Placement = Placement(tier="disk" if tier == "disk" else "device")
         *units, head = decided(units_of(Tiny(), TOKENS), KEEP, below)
         units.append(replace(head, states=PERSISTENT))
-        plan = plan_for(model, units, piece_bytes=64)
-        plan = with_settings(plan, group=DeviceGroup(num_devices=count))
+        plan = plan_for(model, units, piece_bytes=64, num_devices=count)
         made = prepare(model, plan, optimizer=factory, spill_directory=folder, wait_limit_s=60)
         training = Training(*made)
     training.step()

@@ -13,9 +13,8 @@ from torch import nn
 
 from protrain_runtime import prepare, save
 from protrain_runtime.checkpoint.index import Saved
-from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, DeviceGroup, Placement, Plan
+from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Placement, Plan
 from tests.support import quantized_models
-from tests.support.plan_settings import with_settings
 from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
 from tests.support.ranks_cases import end_ranks, ranks_on_every_device_at_night, run_ranks
 from tests.support.runtime_cases import CATALOGUE, Subject, copied, decided, differences, plan_for
@@ -50,8 +49,7 @@ def plan_of(subject: Subject, count: int) -> Plan:
         replace(unit, states=PLACES[number % len(PLACES)])
         for number, unit in enumerate(decided(subject.units(), KEEP, PERSISTENT))
     )
-    plan = plan_for(subject.build(), units)
-    return with_settings(plan, group=DeviceGroup(num_devices=count))
+    return plan_for(subject.build(), units, num_devices=count)
 
 
 def read_bytes() -> int:

@@ -44,14 +44,12 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import Precision
 from protrain_runtime.contract.units import format_bytes
 from protrain_runtime.devices.memory_meter import MemoryMeter
-from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.commands import MODEL, PROTRAIN, printed, protrain
 from tests.support.messages import Speaker
 from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
     CATALOGUE,
-    WORKLOAD,
     Factory,
     Outcome,
     assert_bitwise,
@@ -66,7 +64,6 @@ from tests.support.runtime_cases import (
     one_group,
     outcome,
     plan_for,
-    plan_of,
     weight_decay_groups,
 )
 from tests.support.scenario import Run as TrainingRun
@@ -87,13 +84,9 @@ class Kind:
     name: str = "gpt2"  # with dropout: random states matter
 
     def planned(self, seed: int, model: nn.Module) -> Plan:
-        workload = replace(
-            WORKLOAD,
-            dtype="float32" if self.dtype == torch.float32 else "bfloat16",
-            precision=self.precision,
-        )
+        dtype = "float32" if self.dtype == torch.float32 else "bfloat16"
         units = mixed(described(self.name), random.Random(seed), "disk", "host")
-        return plan_of(units, fingerprint=model_fingerprint(model), workload=workload)
+        return plan_for(model, units, dtype=dtype, precision=self.precision)
 
     def start(self, side: str, folder: Path, *, seed: int = 0) -> TrainingRun:
         own, masters = CATALOGUE[self.name], self.precision == "master"
@@ -500,11 +493,9 @@ def factory() -> tuple[nn.Module, Iterable[Batch]]:
 
 
 def plan_of_factory(**changes: Any) -> Plan:
-    workload = replace(WORKLOAD, model="tests.checkpoint.test_saving:factory")
+    own = {"model": "tests.checkpoint.test_saving:factory", "micro_batches": 2}
     units = decided(described("gpt2"), Activations(tier="disk"), Placement(tier="disk"))
-    fingerprint = model_fingerprint(build("gpt2"))
-    plan = plan_of(units, fingerprint=fingerprint, workload=workload)
-    return with_settings(plan, micro_batches=2, **changes)
+    return plan_for(build("gpt2"), units, **own, **changes)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import random
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.models.adapters import adapted
 from protrain_plan.models.building import seeded
-from protrain_runtime import prepare, restore, save, without_parameters
+from protrain_runtime import prepare, restore, save, save_pretrained, without_parameters
 from protrain_runtime.checkpoint.files import joined_sums
 from protrain_runtime.checkpoint.index import INDEX
 from protrain_runtime.contract.errors import ProtrainError
@@ -35,7 +34,10 @@ from tests.support.faults import data_limit, descriptors, file_limit
 from tests.support.forked import CONTEXT
 from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
+from tests.support.operator_logs import looking
 from tests.support.quantized_models import PACKINGS, base, packed_with_adapters
+from tests.support.ranks_cases import run_ranks
+from tests.support.ranks_loops import in_turn
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -159,8 +161,8 @@ def test_every_device_has_the_bits_of_the_whole_model(reads: bool, tmp_path: Pat
     subject = CATALOGUE["llama-tied"]
     values = subject.build(1)
     save(values, None, tmp_path / "saved")
-    plan = plan_for(values, mixed(described("llama-tied"), random.Random(3), "disk", "host"))
-    plan = replace(plan, workload=replace(plan.workload, device=device().type))
+    units = mixed(described("llama-tied"), random.Random(3), "disk", "host")
+    plan = plan_for(values, units, device=device().type)
     expected = trained(subject, values, plan, tmp_path).outcome()
     options: dict[str, Any] = {"weights": tmp_path / "saved"} if reads else {}
     given = partial(subject.build, 1) if reads else make_on_the_host
@@ -325,18 +327,18 @@ def test_a_full_disk_leaves_the_model_as_it_was(tmp_path: Path, assert_says: Spe
     assert_says(error)
 
 
-class _Writing(TorchDispatchMode):
-    """Writes to a file when numbers are first copied."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write to a file when numbers have been copied once."""
+    copied: list[Any] = []
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._path: Path | None = path
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and self._path is not None:
-            path, self._path = self._path, None
+    def look(func: Any, *_: object) -> None:
+        if func is torch.ops.aten.copy_.default and not copied:
+            copied.append(func)
             path.write_bytes(path.read_bytes())
-        return func(*args, **(kwargs or {}))
+
+    with looking(look):
+        yield
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -347,7 +349,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     os.utime(tmp_path / "saved" / "model.safetensors", (1, 1))
     plan = plan_for(values, decided(described("llama"), KEEP, Placement(tier="host")))
     model = without_values(subject, "inside")
-    with _Writing(tmp_path / "saved" / "model.safetensors"):
+    with writing(tmp_path / "saved" / "model.safetensors"):
         error = refused(model, plan, tmp_path, tmp_path / "saved")
     assert_says(error)
 
@@ -506,3 +508,119 @@ def test_a_model_of_four_times_the_memory_is_loaded_and_drawn(tmp_path: Path) ->
         found = json.loads((tmp_path / "losses.json").read_text())
         assert found == [loss.item() for loss in run.seen]
     assert "can't allocate memory" in ended(build_whole, tmp_path)
+
+
+# --- folders that transformers and PEFT read without us -------------------------------------------
+
+
+OF_TRANSFORMERS = [name for name in MODELS if not name.startswith("functional")]
+
+
+def on_its_way(name: str, folder: Path, *, steps: int = 2) -> Any:
+    """A model under a plan with every placement, on its way."""
+    subject = CATALOGUE[name]
+    units = mixed(described(name), random.Random(6), "disk", "host")
+    planned, optimizer = prepare(
+        partial(subject.build, 1),
+        plan_for(subject.build(), units),
+        optimizer=ADAMW,
+        spill_directory=folder,
+    )
+    Run(subject, planned, optimizer, folder=folder).step(*range(steps))
+    return planned
+
+
+def assert_reads(model: nn.Module, folder: Path) -> None:
+    read, info = type(model).from_pretrained(folder, output_loading_info=True)  # type: ignore[attr-defined]
+    assert not any(info.values()), info
+    assert list(differences(read.state_dict(), copied(model.state_dict()), "")) == []
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.nightly("llama", "gpt2")
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_transformers_reads_what_is_saved_and_saved_again(name: str, tmp_path: Path) -> None:
+    model, saved = on_its_way(name, tmp_path), tmp_path / "saved"
+    for shard_bytes in (2**30, 100_000, 100_000, 2**30):
+        save_pretrained(model, saved, shard_bytes=shard_bytes)
+        assert_reads(model, saved)
+    model.config.architectures = [type(model).__name__]
+    type(model).from_pretrained(saved).save_pretrained(tmp_path / "theirs")
+    assert names_in(saved) == names_in(tmp_path / "theirs")
+    assert (saved / "config.json").read_text() == (tmp_path / "theirs/config.json").read_text()
+
+
+@pytest.mark.parametrize("shard_bytes", [2**30, 100_000], ids=["one file", "several"])
+def test_a_full_disk_leaves_what_was_there(
+    shard_bytes: int, tmp_path: Path, assert_says: Speaker
+) -> None:
+    before, model = on_its_way("llama", tmp_path, steps=0), on_its_way("llama", tmp_path)
+    save_pretrained(before, tmp_path / "saved", shard_bytes=shard_bytes)
+    names = names_in(tmp_path / "saved")
+    with file_limit(90_000):
+        assert_says.refused(save_pretrained, model, tmp_path / "saved", shard_bytes=shard_bytes)
+    assert names_in(tmp_path / "saved") == names
+    assert_reads(before, tmp_path / "saved")
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def with_adapters(*, packs: bool) -> Any:
+    model = quantized_models.llama()
+    if packs:
+        quantized_models.replace_linears(model, quantized_models.packed)
+    return quantized_models.with_adapters(model.to("cpu")).train()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes")
+@pytest.mark.parametrize("packs", [True, False], ids=["packed", "plain"])
+def test_peft_reads_adapters_alone(packs: bool, tmp_path: Path) -> None:
+    peft: Any = importlib.import_module("peft")
+    batches = quantized_models.batches()
+    make = partial(with_adapters, packs=packs)
+    subject = Subject(make, lambda number: batches[number % 2])
+    units = decided(subject.units(), KEEP, Placement(tier="disk"))
+    planned: Any
+    planned, optimizer = prepare(
+        subject.build(1),
+        plan_for(subject.build(), units),
+        optimizer=ADAMW,
+        spill_directory=tmp_path,
+    )
+    Run(subject, planned, optimizer, folder=tmp_path).step(0, 1)
+    save_pretrained(planned, tmp_path / "saved")
+    assert names_in(tmp_path / "saved") == ["adapter_config.json", "adapter_model.safetensors"]
+    read = peft.PeftModel.from_pretrained(make().get_base_model(), tmp_path / "saved")
+    trained_names = [name for name, p in planned.named_parameters() if p.requires_grad]
+    own, theirs = planned.state_dict(), read.state_dict()
+    assert trained_names
+    assert all(torch.equal(own[name], theirs[name]) for name in trained_names)
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def saving(rank: int, count: int, folder: Path) -> Any:
+    subject = CATALOGUE["llama-tied"]
+    units = in_turn(
+        "llama-tied",
+        *(PERSISTENT, Placement(tier="device"), Placement(tier="host"), Placement(tier="disk")),
+    )
+    model, _ = prepare(
+        subject.build(rank),
+        plan_for(subject.build(), units, num_devices=count),
+        optimizer=ADAMW,
+        spill_directory=folder,
+    )
+    for shard_bytes in (100_000, 2**30):
+        save_pretrained(model, folder / f"saved {shard_bytes}", shard_bytes=shard_bytes)
+
+
+def test_two_ranks_write_one_folder(tmp_path: Path) -> None:
+    run_ranks(saving, 2, tmp_path, tmp_path)
+    for folder in tmp_path.glob("saved *"):
+        assert_reads(CATALOGUE["llama-tied"].build(0), folder)

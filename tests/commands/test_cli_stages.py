@@ -104,14 +104,9 @@ def test_stages_are_shown_over_time_and_one_by_one(tmp_path: Path) -> None:
     assert said("report", plan, "--stage", 1, "-o", "r.html", folder=tmp_path) == "wrote r.html\n"
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert page == page_text(read_step(plan, stage=1))
-    for arguments, problem in (
-        (("show", "--stage", 4), "--stage: the plan has no stage 4 fix: choose one of 0 to 3"),
-        (("report", "--pareto"), "--pareto: pipelines have no Pareto front"),
-    ):
-        command, *rest = arguments
-        found = protrain(command, plan, *rest, folder=tmp_path)
-        assert found.returncode == 2
-        assert problem in " ".join(found.stderr.split())
+    found = protrain("report", plan, "--pareto", folder=tmp_path)
+    assert found.returncode == 2
+    assert "--pareto: pipelines have no Pareto front" in " ".join(found.stderr.split())
 
 
 def test_plans_of_stages_are_compared(tmp_path: Path) -> None:

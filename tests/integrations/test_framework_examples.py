@@ -78,7 +78,6 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         question = Question(
             profile=profile,
             budgets=Budgets(device=profile.hardware.device.memory_bytes, host=0, disk=disk),
-            pins=(),
             settings=replace(OVERLAPPING, updates="after backward", micro_batches=1),
         )
         answer = ask(question, Objective(max_slowdown=2.0), effort=Effort())

@@ -1,7 +1,6 @@
 """Frameworks under their launchers, on two ranks: what they compute without a plan."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,8 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 def plan(**options: Any) -> Plan:
-    made = several(LOOP, in_turn(LOOP.name, *PLACES), 2, **options)
-    return replace(made, settings=replace(made.settings, updates="after backward"))
+    own = {"updates": "after backward", **options}
+    return several(LOOP, in_turn(LOOP.name, *PLACES), 2, **own)
 
 
 def far(found: Any, expected: Any) -> list[float]:

@@ -33,7 +33,7 @@ from tests.support.hostile_models import HOSTILE, Hostile, Stack, batch_of, toke
 from tests.support.judging import PLANS, PlanName, Verdict, judged, profiled
 from tests.support.messages import Speaker
 from tests.support.peaks import SLACK_BYTES
-from tests.support.runtime_cases import decided, described_by, plan_of
+from tests.support.runtime_cases import decided, described_by, plan_for_profile
 from tests.support.thinning import thinned
 
 SEED = 3
@@ -264,10 +264,7 @@ def test_states_that_stay_are_not_taken_by_hand(tmp_path: Path) -> None:
     """The runtime has no record of the profile: it sees the gradient itself."""
     subject = HOSTILE["takes: sparse gradient"]
     profile = profiled(subject, tmp_path)
-    plan = plan_of(
-        decided(described_by(profile), KEEP, Placement(tier="disk")),
-        fingerprint=profile.model_fingerprint,
-    )
+    plan = plan_for_profile(profile, decided(described_by(profile), KEEP, Placement(tier="disk")))
     factory = optimizer_factory("sgd")
     model, _ = prepare(subject.build(), plan, optimizer=factory, spill_directory=tmp_path)
     with pytest.raises(RuntimeError, match=r"the gradient of embedding\.weight is sparse"):

@@ -14,7 +14,6 @@ from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.layouts import (
     MOST_RUNS,
     choice_of,
-    decided,
     layout_of,
     layouts_near,
     orders,
@@ -40,14 +39,6 @@ def amounts_of(problem: Problem, free: float = 0.0) -> Amounts:
 
 def numbers(layout: Layout) -> list[Counter[int]]:
     return [Counter(dict(row.runs)) for pair in layout for row in pair]
-
-
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_row_has_each_option_as_often_as_it_says(*, spread: bool) -> None:
-    row = Row(((2, 5), (0, 3), (7, 1)), spread)
-    assert Counter(decided(row)) == {2: 5, 0: 3, 7: 1}
-    if not spread:
-        assert decided(row) == (2, 2, 2, 2, 2, 0, 0, 0, 7)
 
 
 @pytest.mark.parametrize(("device", "host"), [(3_300, 24_000), (2_900, 9_000), (6_000, 12_000)])

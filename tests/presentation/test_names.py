@@ -93,8 +93,6 @@ SCREENS: Mapping[str, Callable[[], RenderableType]] = {
             shortfall_bytes=1,
             smallest_budget_bytes=2,
             proven_budget_bytes=2,
-            largest_batch_size=None,
-            largest_seq_len=None,
             advice=NAMES,
         )
     ),

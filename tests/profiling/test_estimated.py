@@ -28,19 +28,8 @@ T5 = {"model_type": "t5", "num_layers": 3, "d_model": 64, "d_ff": 96, "num_heads
 SOURCES = {"tiny-llama": "", "tiny-gpt2": "", "llama-tied": json.dumps(TIED), "t5": json.dumps(T5)}
 
 
-def estimated(
-    source: ModelSource, hardware: Hardware, *, dtype: DType = "float32", seq_len: int = 32
-) -> Profile:
-    return estimate(
-        source,
-        batch_size=2,
-        seq_len=seq_len,
-        dtype=dtype,
-        hardware=hardware,
-        seed=0,
-        text=None,
-        progress=lambda *_: None,
-    )
+def estimated(source: ModelSource, hardware: Hardware, dtype: DType = "float32") -> Profile:
+    return estimate(source, batch_size=2, seq_len=32, dtype=dtype, hardware=hardware)
 
 
 @cache

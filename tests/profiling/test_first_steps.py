@@ -2,18 +2,22 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from protrain_plan.models.batches import call_model, loss_of
 from protrain_plan.models.optimizers import optimizer_factory
+from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.memory.lasting import Lasting
 from protrain_plan.profiling.optimizer_cost import workspace_by_rule
+from protrain_plan.profiling.structure.discovery import undisturbed
+from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import promised_bytes
 from protrain_runtime.contract.records.plan import (
     OPTIMIZER_IN_BACKWARD,
@@ -23,10 +27,12 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices.memory_meter import MemoryMeter
+from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.update_rules import UpdateRules
-from tests.support.hostile_models import HOSTILE, batch_of
+from tests.support.estimates import estimate, machine
+from tests.support.hostile_models import HOSTILE, Chain, batch_of
 from tests.support.peaks import SLACK_BYTES, bytes_of_others
-from tests.support.runtime_cases import decided, described_by, plan_of, profiled_here
+from tests.support.runtime_cases import decided, described_by, plan_for_profile, profiled_here
 from tests.support.trained import train
 
 LOW_RANK = "tests.support.low_rank:LowRank"
@@ -193,8 +199,7 @@ def test_slow_steps_train_as_plain_torch_within_what_was_predicted(
     profile: Profile, states: Placement, tmp_path: Path
 ) -> None:
     units = decided(described_by(profile), RECOMPUTE, states)
-    made = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    plan = replace(made, optimizer=profile.optimizer.name)
+    plan = plan_for_profile(profile, units, optimizer=profile.optimizer.name)
     most = promised_bytes(plan, profile)
     above = []
     for num_steps in (NUM_STEPS, 2):
@@ -211,3 +216,109 @@ def test_slow_steps_train_as_plain_torch_within_what_was_predicted(
     assert min(slow) <= SLACK_BYTES
     assert max(slow) <= workspace
     assert max(b - a for a, b in zip(slow, usual, strict=True)) > workspace / 4
+
+
+# --- first forwards -------------------------------------------------------------------------------
+
+
+WIDTH = 16
+
+
+class Observed(nn.Module):
+    """A linear layer that keeps the largest input of each feature."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(WIDTH, WIDTH)
+        self.first = True
+        if how in BUFFERS:
+            self.register_buffer("seen", BUFFERS[how]())
+
+    def forward(self, x: Tensor) -> Tensor:
+        OBSERVE[self.how](self, x.detach().abs().amax((0, 1)))
+        result: Tensor = x + self.linear(x) * self.seen.mean()  # type: ignore[operator]
+        return result
+
+
+def resized(module: Any, now: Tensor) -> None:
+    if module.seen.numel() == 0:
+        module.seen.resize_(now.shape).copy_(now)
+    else:
+        module.seen.copy_(torch.maximum(module.seen, now))
+
+
+def assigned(module: Any, now: Tensor) -> None:
+    unknown = module.seen is None or module.seen.shape != now.shape
+    module.seen = now if unknown else torch.maximum(module.seen, now)
+
+
+def registered(module: Any, now: Tensor) -> None:
+    if not hasattr(module, "seen"):
+        module.register_buffer("seen", now)
+
+
+def flagged(module: Any, now: Tensor) -> None:
+    if module.first:
+        module.register_buffer("seen", now, persistent=False)
+        module.first = False
+
+
+BUFFERS: dict[str, Callable[[], Tensor | None]] = {
+    "resized": lambda: torch.tensor([]),
+    "assigned": lambda: torch.zeros(1),
+    "none": lambda: None,
+}
+OBSERVE: dict[str, Callable[[Any, Tensor], None]] = {
+    "resized": resized,
+    "assigned": assigned,
+    "none": assigned,
+    "registered": registered,
+    "flagged": flagged,
+}
+
+
+def made(how: str) -> tuple[nn.Module, list[Tensor]]:
+    return Chain(*(Observed(how) for _ in range(3))), [torch.ones(2, 4, WIDTH)]
+
+
+@pytest.mark.nightly("flagged")
+@pytest.mark.parametrize("how", OBSERVE)
+def test_a_buffer_of_the_first_forward_is_profiled_and_taken_back(how: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from tests.profiling.test_first_steps import made\n"
+        f"def factory():\n    return made({how!r})\n"
+    )
+    source = load_source(f"{tmp_path}/mine.py:factory")
+    found = estimate(source, batch_size=1, seq_len=1, dtype="float32", hardware=machine())
+    assert [unit.name for unit in found.units if unit.kind == "block"] == [
+        f"layers.{number}" for number in range(3)
+    ]
+    model, [batch] = made(how)
+    before = model_fingerprint(model)
+    assert found.model_fingerprint == before
+    with undisturbed(model):
+        for _ in range(2):
+            with undisturbed(model):
+                model(batch)
+        assert all(tuple(each.shape) == (WIDTH,) for each in model.buffers())
+    assert model_fingerprint(model) == before
+
+
+def split(params: Any, *, empty: int) -> torch.optim.Optimizer:
+    """AdamW with two groups of its own, of which one may stay empty."""
+    given = [
+        one for each in params for one in (each["params"] if isinstance(each, dict) else [each])
+    ]
+    groups: list[dict[str, Any]] = [{"params": given}, {"params": []}]
+    return torch.optim.AdamW(groups[:: 1 - 2 * empty])
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_constructor_may_leave_one_of_its_groups_empty(empty: int) -> None:
+    rules = UpdateRules(lambda params: split(params, empty=empty))
+    plain = UpdateRules(torch.optim.AdamW)
+    try:
+        found = rules.of(torch.float32, torch.Size((8, 8)))
+    except ProtrainError as error:
+        pytest.fail(str(error))
+    assert found.element_bytes == plain.of(torch.float32, torch.Size((8, 8))).element_bytes

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_runtime.activations.forms import in_form as code_in_form
 from protrain_runtime.contract.records.forms import allowed_forms, names_of
@@ -20,6 +19,7 @@ from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from tests.support.estimates import weighed
 from tests.support.messages import Speaker
+from tests.support.operator_logs import counting
 from tests.support.runtime_cases import RECOMPUTED, batch, build
 from tests.support.scenario import refusal
 
@@ -91,26 +91,11 @@ def narrow_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return spelled_out(*heads).transpose(1, 2).flatten(2)
 
 
-class Counting(TorchDispatchMode):
-    """Counts the operators that really run."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.names[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def run_in_backward(block: Block) -> Counter[str]:
     loss = block(hidden()).sum()
-    counting = Counting()
-    with counting:
+    with counting() as names:
         loss.backward()
-    return counting.names
+    return names
 
 
 # --- what runs again ------------------------------------------------------------------------------
@@ -216,10 +201,9 @@ def test_a_low_rank_product_that_the_block_hands_on_is_not_copied() -> None:
         return F.silu(given @ down) @ up
 
     def copies(run: Block) -> int:
-        counting = Counting()
-        with counting:
+        with counting() as names:
             run(hidden())
-        return counting.names["aten::clone"]
+        return names["aten::clone"]
 
     assert copies(in_form(block, "lite")) == copies(block)
     assert_forms_change_nothing(block, parameters, lambda given: given.mul_(3))
@@ -227,10 +211,9 @@ def test_a_low_rank_product_that_the_block_hands_on_is_not_copied() -> None:
 
 def test_evaluation_runs_plainly() -> None:
     block, _ = transformer(kernel)
-    counting = Counting()
-    with torch.no_grad(), counting:
+    with torch.no_grad(), counting() as names:
         in_form(block, "lite")(hidden())
-    assert counting.names["aten::mm"] == 6
+    assert names["aten::mm"] == 6
 
 
 def test_what_is_kept_is_gone_after_backward() -> None:

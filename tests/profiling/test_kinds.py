@@ -18,7 +18,6 @@ from protrain_runtime import prepare
 from protrain_runtime.contract.records.plan import RECOMPUTE, Placement
 from tests.support.hostile_models import WIDTH, Block, Hostile
 from tests.support.judging import PlanName, judged
-from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import decided, plan_for, units_of
 
 ROWS = 64
@@ -168,10 +167,8 @@ def test_two_models_with_a_plan_each_train_like_plain(at_once: bool, tmp_path: P
     models, optimizers = made(), list[torch.optim.Optimizer]()
     for index, (model, rows, width) in enumerate(zip(models, (1, 2), (8, 16), strict=True)):
         units = units_of(model, (drawn(0, width).repeat(rows, 1),))
-        plan = plan_for(model, decided(units, RECOMPUTE, Placement(tier="disk")))
-        if index:
-            micro_batches = 1 if at_once else 2
-            plan = with_settings(plan, updates="after backward", micro_batches=micro_batches)
+        own = {"updates": "after backward", "micro_batches": 1 if at_once else 2} if index else {}
+        plan = plan_for(model, decided(units, RECOMPUTE, Placement(tier="disk")), **own)
         models[index], optimizer = prepare(model, plan, optimizer=adamw, spill_directory=tmp_path)
         optimizers.append(optimizer)
     found = adversarial(models, optimizers, at_once=at_once)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
 from protrain_plan.hardware.operator_log import OperatorLog
@@ -22,25 +21,11 @@ from protrain_runtime.contract.records.profile import Form, Profile
 from tests.support.estimates import batches_of, estimate, model_of
 from tests.support.hostile_models import Hostile
 from tests.support.judging import PlanName, judged
+from tests.support.operator_logs import looking
 from tests.support.peaks import SLACK_BYTES
 from tests.support.runtime_cases import BATCH, SEQUENCE
 
 RANK = LARGEST_RANK
-
-
-class Told(TorchDispatchMode):
-    """Whether every product that runs inside is one of low rank."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[bool] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if kind_of(func) in ("product", "batched product"):
-            self.found.append(is_low_rank(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def made(*shape: int) -> Tensor:
@@ -74,10 +59,15 @@ def test_an_inner_dimension_that_is_small_for_the_result_makes_a_low_rank_produc
     name: str,
 ) -> None:
     run, expected = PRODUCTS[name]
-    told = Told()
-    with told:
+    found: list[bool] = []
+
+    def look(func: Any, args: Any, kwargs: Any, _: object) -> None:
+        if kind_of(func) in ("product", "batched product"):
+            found.append(is_low_rank(func, args, kwargs))
+
+    with looking(look):
         run()
-    assert told.found == [expected]
+    assert found == [expected]
 
 
 @pytest.mark.nightly(by_day=6)

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from protrain_plan.hardware.overheads import measure_overheads
@@ -29,11 +29,13 @@ from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import BLOCK_BYTES
 from protrain_runtime.contract.records.hardware import LaunchKind
 from protrain_runtime.contract.records.plan import Budgets
-from protrain_runtime.contract.records.profile import DType, Profile, Workload
+from protrain_runtime.contract.records.profile import DType, Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable_bytes
 from tests.support.cards import need_compiler
+from tests.support.estimates import asked as options_of
 from tests.support.estimates import batches_of, model_of, small_source
+from tests.support.operator_logs import looking
 from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
 from tests.support.programs import compile_units
 from tests.support.trained import train
@@ -72,15 +74,8 @@ def measured_model(where: torch.device, dtype: DType) -> Profile:
     device = replace(machine.device, kind="emulated", memory_bytes=2**32)
     batches = batches_of(SOURCE, batch_size=2, seq_len=64, dtype=dtype, device=where)
     model = model_of(SOURCE, dtype=dtype, device=where)
-    workload = Workload(
-        model=SOURCE.name,
-        model_config=SOURCE.model_config,
-        batch_size=2,
-        seq_len=64,
-        dtype=dtype,
-        device=where.type,
-        seed=0,
-    )
+    workload, _ = options_of(SOURCE, batch_size=2, seq_len=64, dtype=dtype)
+    workload = replace(workload, device=where.type)
     cost = optimizer_cost(model, workload, DEFAULT_OPTIMIZER, device=where, sparse=False)
     with TemporaryDirectory() as spill:
         return measure_model(
@@ -134,19 +129,21 @@ def test_what_is_gone_since_hides_no_workspace(card: torch.device) -> None:
     del graph
 
 
-class Kernels(TorchDispatchMode):
-    """Operators that run on the device, with the dtypes of their tensors."""
+Kernels = set[tuple[str, frozenset[torch.dtype]]]
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[tuple[str, frozenset[torch.dtype]]] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        found = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+@contextmanager
+def kernels_on_device() -> Iterator[Kernels]:
+    """Operators that run on the device inside, with the dtypes of their tensors."""
+    seen: Kernels = set()
+
+    def look(func: Any, *given: Any) -> None:
+        found = [tensor for tensor in tree_leaves(given) if isinstance(tensor, torch.Tensor)]
         if any(t.device.type == "emulated" and type(t) is not FakeTensor for t in found):
-            self.seen.add((func.name(), frozenset(t.dtype for t in found)))
-        return result
+            seen.add((func.name(), frozenset(tensor.dtype for tensor in found)))
+
+    with looking(look):
+        yield seen
 
 
 @pytest.mark.nightly
@@ -154,11 +151,11 @@ class Kernels(TorchDispatchMode):
 def test_clipping_and_unscaling_load_no_kernel_after_the_context_was_measured(
     card: torch.device, dtype: DType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Kernels() as kernels:
+    with kernels_on_device() as kernels:
         measured: list[set[Any]] = []
 
         def context_bytes(device: torch.device) -> int:
-            measured.append(kernels.seen.copy())
+            measured.append(kernels.copy())
             return asked(device)
 
         asked = devices.context_bytes
@@ -172,13 +169,13 @@ def test_clipping_and_unscaling_load_no_kernel_after_the_context_was_measured(
     scaler = torch.amp.GradScaler(card.type, enabled=dtype == "float32")
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    with Kernels() as between:
+    with kernels_on_device() as between:
         if scaler.is_enabled():
             scaler.scale(torch.ones((), device=card))
             scaler.unscale_(stepper)
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-    assert between.seen
-    assert between.seen <= measured[-1]
+    assert between
+    assert between <= measured[-1]
 
 
 @pytest.mark.nightly("0.0")

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.support.commands import bash, copy_example
 from tests.support.markdown import PAGES
 
 ROOT = Path(__file__).parents[2]
+PLANS = ROOT / "plans"
 
 # --- commands -------------------------------------------------------------------------------------
 
@@ -40,19 +42,11 @@ def examples(folder: Path) -> None:
     shutil.copytree(ROOT / "examples", folder / "examples")
 
 
-def committed_plans(folder: Path) -> None:
-    shutil.copytree(ROOT / "plans", folder / "plans")
-
-
-def measured_profile(folder: Path) -> None:
-    shutil.copy(ROOT / "plans/smollm2-135m-cpu-1100MiB/profile.yaml", folder)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """The script runs, where `prepare` has been; `smaller` replaces what would take long."""
 
-    prepare: Callable[[Path], None] = nothing
+    prepare: Callable[[Path], object] = nothing
     slow: bool = True
     smaller: Mapping[str, str] = field(default_factory=dict)
 
@@ -86,7 +80,9 @@ SCRIPTS: dict[str, Runs] = {
     ),
     "docs/how-to/plan.md#does-it-fit": Runs(),
     "docs/how-to/plan.md#beside-other-methods": Runs(smaller={"llama-3.1-8b": "smollm2-135m"}),
-    "docs/how-to/plan.md#plan": Runs(prepare=measured_profile),
+    "docs/how-to/plan.md#plan": Runs(
+        prepare=partial(shutil.copy, PLANS / "smollm2-135m-cpu-1100MiB/profile.yaml")
+    ),
     "docs/how-to/plan.md#what-to-change": Runs(),
     "docs/how-to/saving.md#save-and-resume": Runs(),
     "docs/how-to/several-gpus.md#several-gpus": Runs(
@@ -118,7 +114,9 @@ SCRIPTS: dict[str, Runs] = {
     "docs/how-to/questions.md#how-do-i-update-an-old-plan": Runs(),
     "docs/how-to/questions.md#does-it-train-mixtures-of-experts": Runs(),
     "docs/how-to/questions.md#does-it-work-with-torchcompile": Runs(),
-    "docs/looking.md#looking-at-a-plan": Runs(prepare=committed_plans, slow=False),
+    "docs/looking.md#looking-at-a-plan": Runs(
+        prepare=lambda folder: shutil.copytree(PLANS, folder / "plans"), slow=False
+    ),
 }
 """Every script in the documentation, by page and heading, and how it is tested."""
 

@@ -1,5 +1,6 @@
 """Frozen parameters that the ranks of a node have once: bits, bytes, and what is left of them."""
 
+import importlib.util
 import os
 import re
 import signal
@@ -29,12 +30,13 @@ from protrain_runtime.contract.records.plan import (
 )
 from protrain_runtime.model.prepared import below_device, prepared_of
 from protrain_runtime.ranks import common_memory
+from tests.support import quantized_models
 from tests.support.messages import Speaker
-from tests.support.plan_settings import with_settings
 from tests.support.ranks_cases import end_ranks, ranks_on_every_device_at_night, run_ranks
+from tests.support.ranks_loops import Loop as RanksLoop
 from tests.support.ranks_loops import (
     RanksRun,
-    compared_and_resumed,
+    compared,
     differing,
     in_ddp,
     played,
@@ -42,6 +44,7 @@ from tests.support.ranks_loops import (
 )
 from tests.support.runtime_cases import (
     ADAMW,
+    CATALOGUE,
     FRACTIONAL,
     Subject,
     copied,
@@ -64,15 +67,22 @@ def freeze(model: nn.Module) -> None:
 
 
 SUBJECT = Subject(partial(llama, tied=False), labelled, change=freeze)
+PACKED = Subject(
+    lambda: quantized_models.mixed_factory()[0].to("cpu"),
+    lambda number: quantized_models.batches()[number % 2],
+)
+CATALOGUE |= {"frozen in part": SUBJECT, "packed beside adapters": PACKED}
 
 
 def trained(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
 
-def plan_on(count: int, units: Sequence[UnitPlan], **options: Any) -> Plan:
+def plan_on(
+    count: int, units: Sequence[UnitPlan], subject: Subject = SUBJECT, **options: Any
+) -> Plan:
     group = DeviceGroup(num_devices=count, **options)
-    return with_settings(plan_for(SUBJECT.build(), units), group=group)
+    return plan_for(subject.build(), units, group=group)
 
 
 def made(plan: Plan, rank: int, folder: Path, **options: Any) -> RanksRun:
@@ -104,14 +114,22 @@ def shared(process: object = "self") -> list[tuple[int, int, int]]:
 # --- training -------------------------------------------------------------------------------------
 
 
-def compared(rank: int, count: int, plans: Sequence[Plan], folder: Path) -> list[list[str]]:
-    found = compared_and_resumed(SUBJECT, trained, ADAMW, rank, count, plans, folder)
+def compared_in_turn(
+    rank: int, count: int, loop: RanksLoop, plans: Sequence[Plan], folder: Path
+) -> list[list[str]]:
+    found = compared(rank, count, loop, plans, folder)
     assert shared() == []
     return found
 
 
-def in_turn(*places: Placement) -> tuple[UnitPlan, ...]:
-    units = decided(SUBJECT.units(), RECOMPUTE, PERSISTENT, FRACTIONAL[0])
+def assert_resumes_like_ddp(name: str, plans: Sequence[Plan], folder: Path) -> None:
+    loop = RanksLoop(name, groups=trained, num_steps=4, resumes=True)
+    for found in run_ranks(compared_in_turn, 2, folder, loop, plans, folder):
+        assert found == [[]] * len(plans)
+
+
+def in_turn(*places: Placement, subject: Subject = SUBJECT) -> tuple[UnitPlan, ...]:
+    units = decided(subject.units(), RECOMPUTE, PERSISTENT, FRACTIONAL[0])
     return tuple(replace(u, states=places[n % len(places)]) for n, u in enumerate(units))
 
 
@@ -122,8 +140,22 @@ def test_two_ranks_match_ddp_bitwise(tmp_path: Path) -> None:
         plan_on(2, decided(SUBJECT.units(), KEEP, COMMON)),
         plan_on(2, in_turn(HELD, COMMON, Placement(tier="device"), PERSISTENT)),
     ]
-    for found in run_ranks(compared, 2, tmp_path, plans, tmp_path):
-        assert found == [[]] * len(plans)
+    assert_resumes_like_ddp("frozen in part", plans, tmp_path)
+
+
+@pytest.mark.nightly  # by day packed weights on one device, and other weights among ranks
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_two_ranks_with_adapters_beside_packed_weights_match_ddp_bitwise(tmp_path: Path) -> None:
+    """Weights of 4 and 8 bits: bytes are shared, scales are rank 0's."""
+    places = (Placement(tier="device"), PERSISTENT, Placement(tier="host"), Placement(tier="disk"))
+    plans = [
+        plan_on(2, units, PACKED)
+        for units in (
+            decided(PACKED.units(), RECOMPUTE, Placement(tier="device")),
+            in_turn(*places, subject=PACKED),
+        )
+    ]
+    assert_resumes_like_ddp("packed beside adapters", plans, tmp_path)
 
 
 def on_two_nodes(rank: int, count: int, plan: Plan, folder: Path) -> tuple[list[str], float]:

@@ -107,7 +107,7 @@ def compared(
     rank: int, count: int, loop: Loop, plans: Sequence[Plan], spill: Path, tolerance: float
 ) -> list[list[str]]:
     plain = in_fsdp if device().type == "cpu" else in_added_ddp
-    expected = with_norms(plain(rank, count, loop), loop)
+    expected = with_norms(plain(rank, count, loop), loop.script)
     made = [planned(rank, count, loop, plan, spill) for plan in plans]
     return [list(differing(found, expected, tolerance)) for found in made]
 

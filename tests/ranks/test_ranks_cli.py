@@ -14,6 +14,7 @@ from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import promised_bytes
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import PERSISTENT, Budgets, Placement
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import profiled_here
 
 ROOT = Path(__file__).parents[2]
@@ -33,18 +34,13 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     units = [
         replace(unit, states=PLACES[number % 3]) for number, unit in enumerate(found.plan.units)
     ]
-    plan = replace(
-        found.plan,
-        units=tuple(units),
-        settings=replace(found.plan.settings, group=replace(found.plan.group, num_devices=2)),
-    )
+    plan = with_settings(found.plan, units=tuple(units), num_devices=2)
     peak = replace(
         plan.prediction.peak_bytes,
         device=max(promised_bytes(plan, profile)),
         disk=program_of(plan, profile).tier_bytes("disk"),
     )
-    prediction = replace(plan.prediction, peak_bytes=peak)
-    write_plan(replace(plan, prediction=prediction), folder / "plan.yaml")
+    write_plan(with_settings(plan, peak_bytes=peak), folder / "plan.yaml")
     return folder / "plan.yaml"
 
 

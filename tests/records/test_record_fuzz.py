@@ -28,35 +28,24 @@ def told(folder: Path, *arguments: str) -> str:
     return message.removeprefix("error: ").strip()
 
 
-@pytest.mark.nightly("0")
+SEEDS = {
+    "of records alone": (0, 4, 50, OFTEN),
+    "the planner and the page": (10_000, 2, 5, SELDOM),
+    "many": (100_000, 40, 100, OFTEN + SELDOM),
+    "that build models": (200_000, 10, 10, WITH_TORCH),
+}
+"""By commands: the first seed, thousands of seeds, and how many of each thousand are taken."""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 2, 3))]
+    ("name", "number"), [(name, n) for name, seeds in SEEDS.items() for n in range(seeds[1])]
 )
-def test_hostile_records_are_one_error_each(number: int, tmp_path: Path) -> None:
-    """Changed as data and as bytes, through the commands that read records alone."""
-    for seed in range(number * 1000, number * 1000 + 50):
-        assert judged(seed, tmp_path, OFTEN) is None, f"seed {seed}"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", range(2))
-def test_the_planner_and_the_page_take_hostile_records(number: int, tmp_path: Path) -> None:
-    for seed in range(10_000 + number * 1000, 10_000 + number * 1000 + 5):
-        assert judged(seed, tmp_path, SELDOM) is None, f"seed {seed}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(40))
-def test_many_hostile_records_are_one_error_each(number: int, tmp_path: Path) -> None:
-    for seed in range(100_000 + number * 1000, 100_000 + number * 1000 + 100):
-        assert judged(seed, tmp_path, OFTEN + SELDOM) is None, f"seed {seed}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(10))
-def test_commands_that_build_models_take_hostile_records(number: int, tmp_path: Path) -> None:
-    for seed in range(200_000 + number * 1000, 200_000 + number * 1000 + 10):
-        assert judged(seed, tmp_path, WITH_TORCH) is None, f"seed {seed}"
+def test_hostile_records_are_one_error_each(name: str, number: int, tmp_path: Path) -> None:
+    """Changed as data and as bytes."""
+    first, _, count, commands = SEEDS[name]
+    for seed in range(first + number * 1000, first + number * 1000 + count):
+        assert judged(seed, tmp_path, commands) is None, f"seed {seed}"
 
 
 # --- what is small on disk ------------------------------------------------------------------------

@@ -77,7 +77,7 @@ from tests.support.runtime_cases import (
     mixed,
     phrase,
     plan_for,
-    plan_of,
+    plan_for_profile,
 )
 from tests.support.scenario import Loop, Run, Scenario, Units, refusal
 from tests.support.thinning import thinned
@@ -413,13 +413,11 @@ def test_a_plan_may_take_all_that_is_free(tmp_path: Path) -> None:
     model = restore(run.model)  # the context has grown to what kernels of `prepare` take
     room, context = devices.room_bytes(device()), devices.context_bytes(device())
     plan = asked.planned_for(model)
-    workload = replace(plan.workload, device=device().type, deterministic=deterministic())
+    plan = with_settings(plan, device=device().type, deterministic=deterministic())
 
     def taking(num_bytes: int) -> Scenario:
         peaks = TierBytes(device=num_bytes, context=context, host=0, disk=0)
-        prediction = replace(plan.prediction, peak_bytes=peaks)
-        made = replace(plan, workload=workload, prediction=prediction)
-        return replace(asked, plan=lambda _: made)
+        return replace(asked, plan=lambda _: with_settings(plan, peak_bytes=peaks))
 
     restore(taking(room).prepared(model, tmp_path).model)
     refusal(partial(taking(room + 1).prepared, model, tmp_path), NoRoomError)
@@ -449,15 +447,14 @@ def test_a_checked_run_updates_on_the_host_what_its_plan_updates_there(
         return (*decided(units[:half], KEEP, HOST), *decided(units[half:], KEEP, PERSISTENT))
 
     def plan(model: Any) -> Plan:
-        made = plan_for(model, half(CATALOGUE["functional"].units()))
-        workload = replace(
-            made.workload,
+        made = plan_for(
+            model,
+            half(CATALOGUE["functional"].units()),
             device=device().type,
             deterministic=deterministic(),
             precision=precision,
             dtype="bfloat16" if precision == "master" else "float32",
         )
-        made = replace(made, workload=workload)
         assert made.graded == ("host rounding" if made.host_updated else "bitwise")
         return made
 
@@ -516,8 +513,7 @@ def test_another_number_of_update_threads_than_the_plans_is_told_once(tmp_path: 
     plan = asked.planned_for(model)
 
     def said(threads: int) -> list[str]:
-        promise = replace(plan.prediction, host_update_seconds=0.5, host_update_threads=threads)
-        made = replace(plan, prediction=promise)
+        made = with_settings(plan, host_update_seconds=0.5, host_update_threads=threads)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             replace(asked, plan=lambda _: made).prepared(model, tmp_path).step(0)
@@ -667,11 +663,8 @@ def _profiled(_: str, adapter: str = "") -> Profile:
             seq_len=64,
             dtype="bfloat16",
             device=device(),
-            seed=0,
             num_steps=2,
             spill_directory=Path(spill),
-            text=None,
-            progress=lambda *_: None,
             # What a probe says of the emulated device's speed tells nothing.
             machine=None if device().type == "cuda" else machine_of(device()),
         )
@@ -710,16 +703,11 @@ def assert_kept(plan: Plan, profile: Profile, spill: Path) -> tuple[int, int]:
     return max(run.slot_bytes), max(predicted)
 
 
-def planned(profile: Profile, units: Units, **settings: Any) -> Plan:
-    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
-    return with_settings(plan, **settings)
-
-
 @pytest.mark.nightly("emulated-0")
 @pytest.mark.parametrize("seed", thinned(range(6), every=6))
 def test_measured_bytes_never_exceed_predicted(profile: Profile, seed: int, tmp_path: Path) -> None:
     units = mixed(described_by(profile), random.Random(seed), "host", "disk")
-    assert_kept(planned(profile, units), profile, tmp_path)
+    assert_kept(plan_for_profile(profile, units), profile, tmp_path)
 
 
 @pytest.mark.nightly("emulated-apart", "emulated-overlapping", "emulated-ahead of the norm")
@@ -731,7 +719,7 @@ def test_measured_bytes_of_updates_on_the_device_never_exceed_predicted(
     speculate = how == "ahead of the norm"
     schedule = Schedule(forward_lead=1, update_drain=1)
     states = Placement(tier="host", update_on_device=True, speculate=speculate)
-    plan = planned(
+    plan = plan_for_profile(
         profile,
         decided(described_by(profile), RECOMPUTE, states, schedule),
         piece_bytes=1 << 16,
@@ -751,7 +739,7 @@ def test_frozen_parameters_come_from_host_memory_and_disk(
     profile = _profiled(str(card), str(parse_lora("r=4")))
     schedule = Schedule(forward_lead=lead, backward_lead=lead, update_drain=0)
     states = Placement(tier="host", on_disk=part)
-    plan = planned(profile, decided(described_by(profile), RECOMPUTE, states, schedule))
+    plan = plan_for_profile(profile, decided(described_by(profile), RECOMPUTE, states, schedule))
     program = program_of(plan, profile)
     fetched = {move.lane.tier for move in program.moves if move.kind == "fetch"}
     assert fetched == {"host", "disk"}
@@ -793,7 +781,7 @@ def test_memory_that_runs_out_is_told_by_slot(profile: Profile, tmp_path: Path) 
     batches = batches_of(source, batch_size=4, seq_len=64, device=device())
     run = Scenario(
         model=Subject(lambda: model_of(source, dtype="bfloat16"), lambda _: next(batches)),
-        plan=lambda _: planned(profile, decided(described_by(profile), KEEP, HOST)),
+        plan=lambda _: plan_for_profile(profile, decided(described_by(profile), KEEP, HOST)),
     ).start(tmp_path)
     given = run.subject.batch(0)
     run.subject = replace(run.subject, batches=lambda _: given)

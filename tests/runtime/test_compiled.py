@@ -38,6 +38,7 @@ from tests.support.commands import printed, protrain
 from tests.support.estimates import estimate, measure
 from tests.support.hostile_models import Chain
 from tests.support.messages import Speaker
+from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import cpu, decoder
 from tests.support.runtime_cases import (
     ADAMW,
@@ -310,13 +311,13 @@ def test_a_plan_edited_to_a_form_that_looks_inside_compiled_blocks_is_refused(fo
         assert error.key == "units[1].activations"
         assert error.fix == "plan again: protrain plan"
         assert "goes by the operators inside a block" in error.message
-    plain = replace(plan, workload=replace(plan.workload, compile=""))
+    plain = with_settings(plan, compile="")
     assert loads_plan(dumps_plan(plain)) == plain
 
 
 def test_a_plan_for_plain_blocks_edited_to_a_form_of_a_graph_is_refused() -> None:
     compiling = edited("fused")
-    plan = replace(compiling, workload=replace(compiling.workload, compile=""))
+    plan = with_settings(compiling, compile="")
     with pytest.raises(ProtrainError, match="these blocks are not compiled"):
         loads_plan(dumps_plan(plan))
     assert "these blocks are not compiled" in str(refused(replace(tried(), plan=lambda _: plan)))

@@ -59,6 +59,7 @@ from tests.support.judging import PlanName, is_refusal, judged
 from tests.support.messages import Speaker
 from tests.support.odd_optimizers import TOGETHER, UNCOUNTED
 from tests.support.odd_optimizers import made as made_odd
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -78,6 +79,7 @@ VERBS: dict[str, Script] = {
     "zero": lambda run: run.optimizer.zero_grad(),
     "update alone": lambda run: run.optimizer.step(),
     "clip": lambda run: run.clip(0.5),
+    "clip values": lambda run: torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3),
 }
 
 
@@ -117,10 +119,6 @@ norm = partial(norms, count=1)
 
 def drops_a_gradient(run: Run) -> None:
     next(run.model.parameters()).grad = None
-
-
-def clips_values(run: Run) -> None:
-    torch.nn.utils.clip_grad_value_(run.model.parameters(), 1e-3)
 
 
 def changes_a_rate(run: Run) -> None:
@@ -286,12 +284,16 @@ def looks_at_units(run: Run, unit: str = "layers.0") -> None:
 LAYER = "model.layers.0"
 
 
-def saves(run: Run, own: bool = False) -> None:
+def saves(run: Run, own: bool = False, *, plainly: bool = False) -> None:
+    """Plainly, nothing but the parameters says which model an optimizer is of."""
     run.step(0)
     if run.folder is not None:
+        if plainly:
+            restore(run.model)
         other = ADAMW(CATALOGUE["gpt2"].build().parameters())
         save(run.model, run.optimizer if own else other, run.folder / "saved")
-    run.step(1)
+    if not plainly:
+        run.step(1)
 
 
 @contextmanager
@@ -404,15 +406,6 @@ def saves_meanwhile(run: Run, *, elsewhere: bool = False) -> None:
     run.step(1)
 
 
-def saves_plainly(run: Run, own: bool = False) -> None:
-    """The plan has ended; nothing but the parameters says which model an optimizer is of."""
-    run.step(0)
-    if run.folder is not None:
-        restore(run.model)
-        other = ADAMW(CATALOGUE["gpt2"].build().parameters())
-        save(run.model, run.optimizer if own else other, run.folder / "saved")
-
-
 def saves_files_of_a_layer(run: Run, *, own: bool = False) -> None:
     """A module that no library has files for."""
     run.step(0)
@@ -474,7 +467,7 @@ FIXES = {
         refused=does_all("step", "backward", drops_a_gradient, "update", "step"), clip=True
     ),
     "clips by norm": Fix(refused=does_all("backward", "clip", "update", "step"), clip=True),
-    "clips by value": Fix(refused=does_all("backward", clips_values, "update", "step"), clip=True),
+    "clips by value": Fix(refused=does_all("backward", "clip values", "update", "step"), clip=True),
     "fewer micro-batches": Fix(
         refused=does_all("backward", *ONCE, "backward", "update"), micro_batches=2, clip=True
     ),
@@ -546,7 +539,7 @@ FIXES = {
     ),
     "a folder without a checkpoint": unless(loads_nothing, named=True),
     "a folder that another process saves to": unless(saves_meanwhile, elsewhere=True),
-    "an optimizer of another model, plainly": unless(saves_plainly, own=True),
+    "an optimizer of another model, plainly": unless(partial(saves, plainly=True), own=True),
     "files of a module": unless(saves_files_of_a_layer, own=True),
     "averages of another model": unless(averages_of_another, model=None),
 }
@@ -590,16 +583,6 @@ def prepared(folder: Path, model: Any = None, **given: Any) -> Run:
     return replace(LOOP, **given).prepared(model, folder)
 
 
-def twice(folder: Path, followed: bool) -> Run:
-    run = LOOP.start(folder)
-    return prepared(folder, restore(run.model) if followed else run.model)
-
-
-def wrapped(folder: Path, followed: bool) -> Run:
-    model = LOOP.subject.build()
-    return prepared(folder, model if followed else torch.nn.DataParallel(model), plan=own_plan)
-
-
 def another(folder: Path, followed: bool) -> Run:
     plan = None if followed else (lambda _: LOOP.planned_for(CATALOGUE["gpt2"].build()))
     return prepared(folder, plan=plan)
@@ -614,10 +597,6 @@ def misnamed(folder: Path, followed: bool) -> Run:
     return prepared(folder, units=units)
 
 
-def no_folder(folder: Path, followed: bool) -> Run:
-    return prepared(folder if followed else folder / "missing")
-
-
 def stepped_before(folder: Path, followed: bool) -> Run:
     model = LOOP.subject.build()
     optimizer = ADAMW(model.parameters())
@@ -627,28 +606,10 @@ def stepped_before(folder: Path, followed: bool) -> Run:
     return given_optimizer(folder, model, optimizer)
 
 
-def of_another_model(folder: Path, followed: bool) -> Run:
-    model = LOOP.subject.build()
-    own = model if followed else LOOP.subject.build()
-    return given_optimizer(folder, model, ADAMW(own.parameters()))
-
-
 def given_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Run:
     plan = LOOP.planned_for(model)
     planned, mine = prepare(model, plan, optimizer=optimizer, spill_directory=folder)
     return Run(LOOP.subject, planned, mine, folder=folder)
-
-
-def some_groups(folder: Path, followed: bool) -> Run:
-    return prepared(
-        folder, groups=lambda model: [{"params": [*model.parameters()][0 if followed else 3 :]}]
-    )
-
-
-def frozen(folder: Path, followed: bool) -> Run:
-    model = LOOP.subject.build()
-    plan = LOOP.planned_for(model)
-    return prepared(folder, model.requires_grad_(followed), plan=lambda _: plan)
 
 
 def from_files(folder: Path, model: Any, *, named: bool = True) -> Run:
@@ -666,16 +627,6 @@ def made_anew() -> torch.nn.Module:
     return LOOP.subject.make().train()
 
 
-def without_values(folder: Path, followed: bool) -> Run:
-    with torch.device("meta"):
-        model = made_anew()
-    return from_files(folder, model, named=followed)
-
-
-def with_values(folder: Path, followed: bool) -> Run:
-    return from_files(folder, made_anew if followed else made_anew())
-
-
 def compiled(folder: Path, followed: bool) -> Run:
     """Blocks that the script has compiled, for a plan of blocks that are not."""
     model: Any = LOOP.subject.build()
@@ -687,36 +638,66 @@ def compiled(folder: Path, followed: bool) -> Run:
 
 def kernels(folder: Path, followed: bool, *, deterministic: bool) -> Run:
     """A plan for a card with kernels of one kind, and PyTorch with those of one kind."""
-    plan = own_plan(None)
-    on_card = replace(plan.workload, device="cuda", deterministic=deterministic)
+    plan = with_settings(own_plan(None), device="cuda", deterministic=deterministic)
     torch.use_deterministic_algorithms(deterministic == followed)
     try:
-        return prepared(folder, plan=lambda _: replace(plan, workload=on_card))
+        return prepared(folder, plan=lambda _: plan)
     finally:
         torch.use_deterministic_algorithms(mode=False)
-
-
-def no_model(folder: Path, followed: bool) -> Run:
-    return from_files(folder, made_anew if followed else str)
 
 
 def own_plan(_: Any) -> Plan:
     return LOOP.planned_for(LOOP.subject.build())
 
 
+def built() -> Any:
+    return LOOP.subject.build()
+
+
+def frozen(*, trains: bool) -> Any:
+    return built().requires_grad_(trains)
+
+
+def on_meta() -> torch.nn.Module:
+    with torch.device("meta"):
+        return made_anew()
+
+
+def some_parameters(model: Any, first: int) -> list[dict[str, Any]]:
+    return [{"params": [*model.parameters()][first:]}]
+
+
 GIVEN: dict[str, Callable[[Path, bool], Run]] = {
-    "a model that follows a plan": twice,
-    "a model in a wrapper": wrapped,
+    "a model that follows a plan": lambda folder, followed: prepared(
+        folder, (restore if followed else lambda model: model)(LOOP.start(folder).model)
+    ),
+    "a model in a wrapper": lambda folder, followed: prepared(
+        folder, built() if followed else torch.nn.DataParallel(built()), plan=own_plan
+    ),
     "a plan for another model": another,
     "a unit that the model has not": misnamed,
-    "a directory that is missing": no_folder,
+    "a directory that is missing": lambda folder, followed: prepared(
+        folder if followed else folder / "missing"
+    ),
     "an optimizer with states": stepped_before,
-    "an optimizer of another model": of_another_model,
-    "parameters in no group": some_groups,
-    "a frozen model": frozen,
-    "a model without values": without_values,
-    "weights for a model with values": with_values,
-    "a function that makes no model": no_model,
+    "an optimizer of another model": lambda folder, followed: given_optimizer(
+        folder, model := built(), ADAMW((model if followed else built()).parameters())
+    ),
+    "parameters in no group": lambda folder, followed: prepared(
+        folder, groups=partial(some_parameters, first=0 if followed else 3)
+    ),
+    "a frozen model": lambda folder, followed: prepared(
+        folder, frozen(trains=followed), plan=own_plan
+    ),
+    "a model without values": lambda folder, followed: from_files(
+        folder, on_meta(), named=followed
+    ),
+    "weights for a model with values": lambda folder, followed: from_files(
+        folder, made_anew if followed else made_anew()
+    ),
+    "a function that makes no model": lambda folder, followed: from_files(
+        folder, made_anew if followed else str
+    ),
     "compiled blocks": compiled,
     "deterministic kernels": partial(kernels, deterministic=True),
     "the usual kernels": partial(kernels, deterministic=False),
@@ -813,22 +794,13 @@ def sets_late(run: Run) -> None:
     run.step(0)
 
 
-def adds_a_group(run: Run) -> None:
-    run.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-
-
 ODD = partial(made_odd, lr=1e-3)
 SHARD = Placement(tier="device")
 
 
 def of_masters(states: Placement, **given: Any) -> Scenario:
     scenario = asked(states, **given)
-
-    def planned(model: Any) -> Plan:
-        plan = scenario.planned_for(model)
-        return replace(plan, workload=replace(plan.workload, precision="master"))
-
-    return replace(scenario, plan=planned)
+    return replace(scenario, settings={**scenario.settings, "precision": "master"})
 
 
 EARLY = Placement(tier="disk", speculate=True)
@@ -920,7 +892,11 @@ PLANS: dict[str, tuple[Scenario, Scenario]] = {
         of_masters(PERSISTENT),
     ),
     "a group that was added late": (
-        asked(script=adds_a_group),
+        asked(
+            script=lambda run: run.optimizer.add_param_group(
+                {"params": [torch.nn.Parameter(torch.zeros(2))]}
+            )
+        ),
         asked(groups=lambda model: [{"params": [each]} for each in model.parameters()]),
     ),
     "an option that was set late": (
@@ -943,10 +919,6 @@ def test_a_plan_trains_when_the_message_is_followed(
     assert is_refusal(error), repr(error)
     assert_says(error)
     followed.assert_like_plain(tmp_path / "trained")
-
-
-def one_of_two(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
-    return stack.blocks[by_torch() < 0.5](hidden)  # type: ignore[no-any-return]
 
 
 def both(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
@@ -1018,10 +990,6 @@ def writes_weight(block: Any, hidden: torch.Tensor) -> torch.Tensor:
     return Block.forward(block, hidden)
 
 
-def gives_weight(stack: Any, hidden: torch.Tensor, step: int) -> torch.Tensor:
-    return in_order(stack, hidden, step) + 1e-3 * stack.blocks[1].norm.weight  # type: ignore[no-any-return]
-
-
 def loss_of_logits(
     stack: Any, hidden: torch.Tensor, tokens: torch.Tensor, *, use: str = ""
 ) -> torch.Tensor:
@@ -1079,7 +1047,9 @@ def mends(before: Make, now: Make, plan: PlanName = "mixed") -> Followed:
 
 
 MODELS = {
-    "blocks that take turns": mends(run_by(one_of_two), run_by(both)),
+    "blocks that take turns": mends(
+        run_by(lambda stack, hidden, _: stack.blocks[by_torch() < 0.5](hidden)), run_by(both)
+    ),
     "blocks in another order": mends(run_by(either_order), run_by(in_order)),
     "blocks in another order: skipped": mends(run_by(either_order), run_by(skips_some)),
     "tensors that add up": mends(run_by(keeps_tensors), run_by(keeps_numbers)),
@@ -1099,7 +1069,10 @@ MODELS = {
     "a block runs twice": changes(stack(), stack(run=chosen(lambda _: (0, 1, 1, 2, 3)))),
     "blocks are moved": changes(stack(), stack(run=chosen(lambda _: (0, 2, 1, 3)))),
     "a weight is written": changes(stack(does(Block.forward)), stack(does(writes_weight))),
-    "a weight is read elsewhere": changes(run_by(in_order), run_by(gives_weight)),
+    "a weight is read elsewhere": changes(
+        run_by(in_order),
+        run_by(lambda stack, *given: in_order(stack, *given) + 1e-3 * stack.blocks[1].norm.weight),
+    ),
     "tied in the forward": Followed(Hostile(Tied), Hostile(tied_before, before=Tied), "mixed"),
     "a gradient that comes late": changes(
         partial(reads_blocks, 9), partial(reads_blocks, 1), "stepped"

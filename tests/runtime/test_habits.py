@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -677,10 +678,6 @@ def test_persistent_parameters_in_no_group_stay_what_they_are(tmp_path: Path) ->
     tried(script, units=away, groups=head_and_last_block).assert_like_plain(tmp_path)
 
 
-def with_a_scale(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": [*model.parameters(), nn.Parameter(torch.ones(3))]}]
-
-
 def scaled(run: Run) -> None:
     """The loss has a factor that is a parameter of another module."""
     scale = run.optimizer.param_groups[0]["params"][-1]
@@ -696,6 +693,9 @@ def scaled(run: Run) -> None:
 def test_parameters_of_another_module_are_trained_as_plain(
     updates: Updates, states: Placement, tmp_path: Path
 ) -> None:
+    def with_a_scale(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [*model.parameters(), nn.Parameter(torch.ones(3))]}]
+
     asked = tried(scaled, updates=updates, states=states, groups=with_a_scale)
     asked.assert_like_plain(tmp_path)
 
@@ -730,10 +730,6 @@ def test_a_model_that_changes_after_prepare_is_refused_at_its_next_forward(
 # --- between backward and the step ----------------------------------------------------------------
 
 
-def look_at_gradients(run: Run) -> None:
-    sum(p.grad.sum() for p in run.model.parameters() if p.grad is not None)
-
-
 def unscale(run: Run) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
@@ -742,7 +738,7 @@ def unscale(run: Run) -> None:
 
 TAKEN: tuple[Script, ...] = (
     lambda run: run.clip(1.0),
-    look_at_gradients,
+    lambda run: sum(p.grad.sum() for p in run.model.parameters() if p.grad is not None),
     unscale,
     lambda run: run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
 )
@@ -860,10 +856,6 @@ def test_forward_hooks_that_come_after_prepare_are_part_of_their_block(
     tried(script, states=states).assert_like_plain(tmp_path)
 
 
-def drops_out(block: Any, hidden: Tensor) -> Tensor:
-    return hidden + nn.functional.dropout(block.computed(hidden), 0.1, block.training)
-
-
 @pytest.mark.parametrize("form", ["full", "lite"])
 def test_backward_runs_a_forward_again_in_the_mode_that_it_had(form: Form, tmp_path: Path) -> None:
     def script(run: Run) -> None:
@@ -878,6 +870,8 @@ def test_backward_runs_a_forward_again_in_the_mode_that_it_had(form: Form, tmp_p
 
     tried(
         script,
-        model=Subject(stack(does(drops_out)), batch_of),
+        model=Subject(
+            stack(does(lambda b, x: x + F.dropout(b.computed(x), 0.1, b.training))), batch_of
+        ),
         units=lambda units: decided(units, Activations(form=form), PERSISTENT),
     ).assert_like_plain(tmp_path)

@@ -29,7 +29,14 @@ from protrain_runtime.devices.memory_meter import process_memory
 from tests.support.commands import MODEL, bash, protrain
 from tests.support.faults import data_limit
 from tests.support.peaks import profile_file
-from tests.support.runtime_cases import ADAMW, decided, described_by, plan_for, plan_of, units_of
+from tests.support.runtime_cases import (
+    ADAMW,
+    decided,
+    described_by,
+    plan_for,
+    plan_for_profile,
+    units_of,
+)
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -124,13 +131,9 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offloading(profile: Profile, *, context_bytes: int) -> Plan:
-    plan = plan_of(
-        decided(described_by(profile), Activations(tier="disk"), Placement(tier="disk")),
-        fingerprint=profile.model_fingerprint,
-        workload=profile.workload,
-    )
+    units = decided(described_by(profile), Activations(tier="disk"), Placement(tier="disk"))
     peak = TierBytes(device=30 * MIB, context=context_bytes, host=0, disk=0)
-    return replace(plan, prediction=replace(plan.prediction, peak_bytes=peak))
+    return plan_for_profile(profile, units, peak_bytes=peak)
 
 
 def message(

@@ -18,9 +18,9 @@ from protrain_runtime import restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records import dumps_plan, loads_plan
 from protrain_runtime.contract.records.plan import KEEP, RECOMPUTE, Placement, Plan
-from protrain_runtime.contract.records.profile import Workload
 from protrain_runtime.diagnostics.matching import model_changes, model_tensors
 from tests.support.estimates import estimate, model_of
+from tests.support.hostile_models import WORKLOAD
 from tests.support.messages import Speaker
 from tests.support.runtime_cases import (
     MODELS,
@@ -29,7 +29,7 @@ from tests.support.runtime_cases import (
     described,
     described_by,
     plan_for,
-    plan_of,
+    plan_for_profile,
 )
 from tests.support.scenario import Scenario, refusal
 
@@ -128,7 +128,7 @@ def test_a_factorys_larger_batch_is_refused_and_a_smaller_one_trains(
     )
     assert profile.workload.inputs == ("tokens 4x64",)
     units = decided(described_by(profile), RECOMPUTE, Placement(tier="disk"))
-    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    plan = plan_for_profile(profile, units)
     run = Scenario(plan=lambda _: plan).prepared(model_of(source), tmp_path)
     for sizes in [(4, 64), (1, 64), (4, 8)]:
         run.model(torch.zeros(sizes, dtype=torch.int64)).backward()
@@ -149,10 +149,7 @@ class Several(nn.Module):
 
 
 def test_inputs_are_known_by_argument() -> None:
-    workload = Workload(
-        model="a.b:c", model_config="", batch_size=1, seq_len=1, dtype="float32", device="cpu",
-        seed=0,
-    )  # fmt: skip
+    workload = replace(WORKLOAD, model="a.b:c")
     pair, single = torch.zeros(2, 3), torch.zeros(())
     given = {"image": [pair, {"mask": torch.zeros(7)}], "scale": single, "deep": pair, "flag": True}
     assert with_batch_sizes(workload, Several(), given).inputs == (

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from protrain_plan.hardware.operator_log import _READ
 from protrain_plan.hardware.operators import CPU_WORKSPACES, CUDA_WORKSPACES
 from protrain_plan.profiling.structure.faking import faking
 from protrain_runtime.activations.compressed import _WEIGHTS
 from protrain_runtime.activations.trees import named
+from tests.support.operator_logs import looking
 from tests.support.thinning import thinned
 
 OPERATORS = sorted({*CPU_WORKSPACES, *CUDA_WORKSPACES, *_READ}, key=str)
@@ -67,19 +67,11 @@ def test_a_functions_weight_is_found_however_it_is_passed(function: Any) -> None
 def attention_of(args: Any, kwargs: Any) -> list[str]:
     """The operators of an attention on fake tensors for a card."""
     seen: list[str] = []
-
-    class Look(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: object, args: Any = (), kwargs: Any = None
-        ) -> object:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     with faking("cuda") as mode:
         args, kwargs = torch.utils._pytree.tree_map_only(
             torch.Tensor, lambda one: mode.from_tensor(one).requires_grad_(), (args, kwargs)
         )
-        with Look():  # type: ignore[no-untyped-call]
+        with looking(lambda func, *_: seen.append(str(func))):
             functional.scaled_dot_product_attention(*args, **kwargs)
     return seen
 

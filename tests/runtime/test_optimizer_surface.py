@@ -39,6 +39,7 @@ from tests.support.optimizer_habits import (
     gradients,
     parameters,
 )
+from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     assert_bitwise,
     decided,
@@ -484,7 +485,7 @@ def test_more_states_than_planned_are_refused(
     model = scenario.subject.build()
     plan = scenario.planned_for(model)
     peaks = replace(plan.prediction.peak_bytes, device=2**28)
-    promised = replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks))
+    promised = with_settings(plan, peak_bytes=peaks)
     for planned, factory in (
         ("sgd", torch.optim.AdamW),
         ("sgd-momentum", torch.optim.AdamW),

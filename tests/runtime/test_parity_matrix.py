@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.support.cards import every_device
 from tests.support.pairwise import Row, allowed_pairs, covering_rows, pairs_of
 from tests.support.parity_rows import FACTORS, IMPOSSIBLE, ROWS, assert_row
-from tests.support.random_models import Shape
-from tests.support.random_training import assert_trains_like_plain, shapes, steady
+from tests.support.random_models import Shape, assert_trains_like_plain, shapes, steady
 from tests.support.training_rows import PACKED
 
 
@@ -80,7 +79,7 @@ def test_rows_that_inductor_compiles_match_compiled_torch_bitwise(row: Row, tmp_
 
 @every_device
 @settings(steady, max_examples=3)
-@given(shapes(), st.integers(0, 2**32))
+@given(shapes, st.integers(0, 2**32))
 def test_random_models_train_like_plain(shape: Shape, seed: int) -> None:
     with TemporaryDirectory() as folder:
         assert_trains_like_plain(shape, seed, Path(folder))
@@ -90,7 +89,7 @@ def test_random_models_train_like_plain(shape: Shape, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(4))
 @settings(steady, max_examples=100, derandomize=False, database=None)
-@given(shapes(), st.integers(0, 2**32))
+@given(shapes, st.integers(0, 2**32))
 def test_hundreds_of_random_models_train_like_plain(hundred: int, shape: Shape, seed: int) -> None:
     with TemporaryDirectory() as folder:
         assert_trains_like_plain(shape, seed, Path(folder))

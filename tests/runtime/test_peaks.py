@@ -42,6 +42,7 @@ from protrain_runtime.contract.records.plan import (
     Placement,
     Plan,
     Schedule,
+    TierBytes,
     UnitPlan,
     Updates,
 )
@@ -70,7 +71,6 @@ from tests.support.peaks import (
     trained,
     without_freedom,
 )
-from tests.support.plan_settings import with_settings
 from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
     FRACTIONAL,
@@ -80,7 +80,7 @@ from tests.support.runtime_cases import (
     decisions,
     described_by,
     mixed,
-    plan_of,
+    plan_for_profile,
     profiled_here,
 )
 from tests.support.scenario import Run, Scenario
@@ -176,7 +176,7 @@ def test_a_plan_that_keeps_everything_matches_its_predicted_peak(
 ) -> None:
     """Without an engine the slots cannot be told apart; the peak of the step can."""
     units = decided(described_by(profile), KEEP, PERSISTENT)
-    plan = plan_of(units, fingerprint=profile.model_fingerprint, workload=profile.workload)
+    plan = plan_for_profile(profile, units)
     program = compile_units(units, profile, piece_bytes=PIECE_BYTES)
     predicted = max(slot.total for slot in device_bytes(program))
     run = trained(plan, tmp_path)
@@ -213,13 +213,6 @@ def test_an_evaluation_before_a_backward_never_exceeds_what_is_predicted_for_it(
     assert evaluation <= evaluation_bytes(program)
 
 
-def plan_for_profile(profile: Profile, units: Sequence[UnitPlan], piece_bytes: int) -> Plan:
-    fingerprint = profile.model_fingerprint
-    return plan_of(
-        units, fingerprint=fingerprint, workload=profile.workload, piece_bytes=piece_bytes
-    )
-
-
 def started(
     profile: Profile,
     units: Sequence[UnitPlan],
@@ -230,7 +223,7 @@ def started(
     **options: Any,
 ) -> Run:
     source = load_source(profile.workload.model, model_config=profile.workload.model_config)
-    given = batches_of(source, batch_size=4, seq_len=64, device="cpu", text=None, seed=0)
+    given = batches_of(source, batch_size=4, seq_len=64)
     held: dict[int, Batch] = {}  # one batch, as the profile counts
 
     def batch_at(number: int) -> Batch:
@@ -240,8 +233,8 @@ def started(
         return held[number]
 
     return Scenario(
-        model=Subject(lambda: model_of(source, seed=0), batch_at),
-        plan=lambda _: plan or plan_for_profile(profile, units, piece_bytes),
+        model=Subject(lambda: model_of(source), batch_at),
+        plan=lambda _: plan or plan_for_profile(profile, units, piece_bytes=piece_bytes),
         options=options,
     ).start(spill)
 
@@ -372,8 +365,7 @@ def slow_peaks(
     profile: Profile, units: tuple[UnitPlan, ...], spill: Path, *, overlap: bool = False
 ) -> Peaks:
     """The bytes of a step in which the lanes off the device lag, and in the step before it."""
-    plan = plan_for_profile(profile, units, SMALL_PIECE_BYTES)
-    plan = replace(plan, settings=replace(plan.settings, overlap_steps=overlap))
+    plan = plan_for_profile(profile, units, piece_bytes=SMALL_PIECE_BYTES, overlap_steps=overlap)
     program = program_of(plan, profile)
     others, measured = bytes_of_others(), False
     run = started(
@@ -521,9 +513,8 @@ def test_solved_plans_stay_within_their_promise_and_budget(
 
 def with_a_disk(profile: Profile, units: Sequence[UnitPlan], **settings: Any) -> Plan:
     """As if it had been planned: with bytes on disk, and a step of two seconds."""
-    plan = with_settings(plan_for_profile(profile, units, PIECE_BYTES), **settings)
-    peaks = replace(plan.prediction.peak_bytes, disk=1)
-    return replace(plan, prediction=replace(plan.prediction, peak_bytes=peaks, step_seconds=2.0))
+    said = {"step_seconds": 2.0, "peak_bytes": TierBytes(device=0, context=0, host=0, disk=1)}
+    return plan_for_profile(profile, units, piece_bytes=PIECE_BYTES, **said, **settings)
 
 
 WRITES: list[tuple[int | None, Updates, int]] = [
@@ -581,9 +572,7 @@ def test_a_step_writes_what_is_said(
 def test_what_is_not_on_a_disk_or_not_written_wears_nothing(tmp_path_factory: Profiles) -> None:
     profile = read_profile(profile_file(tmp_path_factory, "tiny-llama"))
     units = described_by(profile)
-    plan = plan_for_profile(profile, decided(units, KEEP, DISK), PIECE_BYTES)
-    none = replace(plan.prediction.peak_bytes, disk=0)
-    in_memory = replace(plan, prediction=replace(plan.prediction, peak_bytes=none))
+    in_memory = plan_for_profile(profile, decided(units, KEEP, DISK))  # it says: nothing on disk
     assert wear(in_memory, profile) is None
     assert wear(with_a_disk(profile, decided(units, KEEP, PERSISTENT)), profile) is None
 

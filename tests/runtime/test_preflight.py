@@ -24,17 +24,15 @@ FOLDER = Path("/spill")
 
 def plan(*, device: str = "cpu") -> Plan:
     """Takes 100 MiB of tensors and 50 besides, 30 in host memory and 400 on disk."""
-    made = plan_for(build(NAME), decided(described(NAME), KEEP, Placement(tier="disk")))
+    units = decided(described(NAME), KEEP, Placement(tier="disk"))
     peaks = TierBytes(device=100 * MIB, context=50 * MIB, host=30 * MIB, disk=400 * MIB)
-    assert device in ("cpu", "cuda")
-    workload = replace(made.workload, device="cpu" if device == "cpu" else "cuda")
-    return replace(made, workload=workload, prediction=replace(made.prediction, peak_bytes=peaks))
+    return plan_for(build(NAME), units, device=device, peak_bytes=peaks)
 
 
 def smaller(**less: int) -> Plan:
     made = plan()
     peaks = replace(made.prediction.peak_bytes, disk=500 * MIB, **less)
-    return replace(made, prediction=replace(made.prediction, peak_bytes=peaks))
+    return with_settings(made, peak_bytes=peaks)
 
 
 def cached() -> Plan:
@@ -42,7 +40,7 @@ def cached() -> Plan:
 
 
 def on_card(made: Plan) -> Plan:
-    return replace(made, workload=replace(made.workload, device="cuda"))
+    return with_settings(made, device="cuda")
 
 
 Use = tuple[Plan, Room]
@@ -128,7 +126,7 @@ def test_prepare_allocates_nothing_where_there_is_no_room(tmp_path: Path) -> Non
     model = build(NAME)
     before = attached(model)
     much = TierBytes(device=2**60, context=0, host=0, disk=0)
-    made = replace(plan(), prediction=replace(plan().prediction, peak_bytes=much))
+    made = with_settings(plan(), peak_bytes=much)
     error = refusal(partial(Scenario(plan=lambda _: made).prepared, model, tmp_path), NoRoomError)
     assert error.message.startswith("the plan takes up to 1024.00 PiB of this process, and ")
     assert error.exit_code == 4

@@ -198,10 +198,8 @@ def promising(num_bytes: int) -> Scenario:
         units=partial(decided, activations=RECOMPUTE, states=DISK),
         options={"watch": True},
     )
-    plan = asked.planned_for(asked.subject.build())
     peak = TierBytes(device=num_bytes, context=0, host=0, disk=0)
-    plan = replace(plan, prediction=replace(plan.prediction, peak_bytes=peak))
-    return replace(asked, plan=lambda _: plan)
+    return replace(asked, settings={"peak_bytes": peak})
 
 
 @contextmanager

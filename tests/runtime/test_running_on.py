@@ -17,11 +17,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from protrain_plan.planning.model.options import parse_pin
+from protrain_plan.planning.model.problem import OVERLAPPING, Problem
+from protrain_plan.planning.outcome import Infeasible, Solved
+from protrain_plan.planning.questions.planner import solve_problem
 from protrain_runtime import MovingAverage, full_parameters, load, restore, save
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
+    KEEP,
+    OPTIMIZER_IN_BACKWARD,
     PERSISTENT,
     RECOMPUTE,
+    Budgets,
     Placement,
     Schedule,
     Updates,
@@ -29,9 +36,11 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.devices.lanes import LaneError
 from protrain_runtime.model.optimizer import PlannedOptimizer
 from protrain_runtime.model.prepared import parameter_values
+from protrain_runtime.states.stand_ins import ConsumedGradient, hollow, plainly
 from protrain_runtime.states.updates import Piece
 from tests.support.cards import every_device
 from tests.support.messages import Speaker
+from tests.support.planning_cases import decoder, gpu
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -42,6 +51,7 @@ from tests.support.runtime_cases import (
     decided,
     device,
     offloads,
+    slow_updates,
 )
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, recorded, refusal
 from tests.support.thinning import thinned
@@ -251,11 +261,6 @@ def test_both_copies_are_in_the_store(tmp_path: Path) -> None:
 # --- on into the next step ------------------------------------------------------------------------
 
 
-def slow_updates() -> float:
-    """Seconds before each item of a lane: updates are what a step would wait for."""
-    return 0.01 if threading.current_thread().name.startswith("protrain update") else 0.0
-
-
 def overlapping(
     script: Script = Loop(),  # noqa: B008
     schedule: Schedule = AHEAD,
@@ -286,7 +291,7 @@ def stepped(folder: Path) -> Run:
     return run
 
 
-def plainly(num_steps: int) -> Run:
+def plain_run(num_steps: int) -> Run:
     run = overlapping().start()
     run.step(*range(num_steps))
     return run
@@ -343,7 +348,7 @@ READERS: dict[str, Callable[[Run, Path], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("reader", READERS)
 def test_whoever_reads_between_steps_reads_what_is_updated(reader: str, tmp_path: Path) -> None:
     found = READERS[reader](stepped(tmp_path), tmp_path)
-    expected = plainly(1).values()
+    expected = plain_run(1).values()
     assert all(torch.equal(value.cpu(), expected[name].cpu()) for name, value in found.items())
 
 
@@ -424,7 +429,7 @@ def test_a_forward_that_is_cut_short_leaves_whole_updates(tmp_path: Path) -> Non
     handle.remove()
     assert not running(run)
     run.step(1)
-    assert_bitwise(run.outcome(), plainly(2).outcome())
+    assert_bitwise(run.outcome(), plain_run(2).outcome())
 
 
 @pytest.mark.nightly
@@ -433,3 +438,115 @@ def test_a_recorded_step_ends_with_its_updates(tmp_path: Path) -> None:
     recorded(run)
     run.step(2)
     assert running(run)
+
+
+# --- in backward ----------------------------------------------------------------------------------
+
+
+def in_backward(**options: Any) -> Scenario:
+    return Scenario(
+        units=partial(decided, activations=KEEP, states=OPTIMIZER_IN_BACKWARD), **options
+    )
+
+
+def start() -> Run:
+    asked = in_backward()
+    return asked.prepared(asked.subject.build(), None)
+
+
+def up(model: nn.Module, layer: int) -> nn.Parameter:
+    return model.get_parameter(f"model.layers.{layer}.mlp.up_proj.weight")
+
+
+@pytest.mark.nightly("emulated")
+@every_device
+def test_gradients_are_gone_before_those_of_earlier_blocks_come() -> None:
+    run = start()
+    blocks = [run.model.get_submodule(f"model.layers.{number}") for number in range(2)]
+    seen: list[bool] = []
+
+    def look(*_: object) -> None:
+        # What stands for a gradient has its shape and holds one element.
+        seen.append(all(type(p.grad) is ConsumedGradient for p in blocks[1].parameters()))
+
+    next(blocks[0].parameters()).register_post_accumulate_grad_hook(look)
+    run.step(0)
+    assert seen == [True]
+
+
+@every_device
+def test_stand_ins_are_made_once() -> None:
+    """The same objects stand for gradients in every step, and for equal shapes."""
+    run, seen, made = start(), list[list[int]](), list[int]()
+    for _ in range(3):
+        run.backward(0)
+        gradients = [parameter.grad for parameter in run.model.parameters()]
+        taken = [one for one in gradients if isinstance(one, ConsumedGradient)]
+        seen.append([id(one) for one in taken])
+        with plainly():
+            shapes = {one.shape for one in taken}
+        assert len(set(seen[-1])) == len(shapes)
+        run.update()
+        made.append(hollow.cache_info().misses)
+    assert seen[0] == seen[1] == seen[2] != []
+    assert made[0] == made[2]
+
+
+@every_device
+def test_an_updated_parameter_cannot_be_read_before_the_step(assert_says: Speaker) -> None:
+    """Plain PyTorch would show the value before the update, in a hook and after backward."""
+    run = start()
+    early, late = (up(run.model, number) for number in range(2))
+    said: list[str] = []
+    early.register_post_accumulate_grad_hook(lambda _: said.append(str(refusal(late.sum))))
+    before = late.detach().clone()
+    run.backward(0)
+    assert_says([*said, str(refusal(early.sum))])
+    run.optimizer.step()
+    assert not torch.equal(late, before)
+
+
+def test_a_backward_that_fails_ends_the_training(assert_says: Speaker) -> None:
+    run = start()
+
+    def fail(*_: object) -> None:
+        raise ValueError("a hook of the user's")
+
+    handle = up(run.model, 0).register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ValueError, match="a hook of the user's"):
+        run.backward(0)
+    handle.remove()
+    for use in (partial(run.loss, 0), run.optimizer.step, partial(restore, run.model)):
+        assert_says(refusal(use))
+    # What there is can be looked at.
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in run.model.parameters())
+
+
+def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(
+    assert_says: Speaker,
+) -> None:
+    """It saves the room that all gradients would take when the step begins."""
+    profile = decoder(gpu(), blocks=6)
+    nothing_below = replace(profile, hardware=replace(profile.hardware, tiers=()))
+
+    def solved(device: int, *pins: str) -> Solved | Infeasible:
+        budgets = Budgets(device=device, host=0, disk=0)
+        found = Problem.of(nothing_below, budgets, pins=[parse_pin(pin) for pin in pins])
+        return solve_problem(found, budgets)
+
+    at_the_step, anyhow = solved(0, "*: persistent"), solved(0)
+    assert isinstance(at_the_step, Infeasible)
+    assert isinstance(anyhow, Infeasible)
+    gradients = sum(unit.gradient_bytes for unit in profile.units)
+    saved = at_the_step.shortfall_bytes - anyhow.shortfall_bytes
+    assert gradients / 2 < saved <= gradients
+    found = solved(anyhow.shortfall_bytes)
+    assert isinstance(found, Solved)
+    assert any(unit.states == OPTIMIZER_IN_BACKWARD for unit in found.plan.units)
+    clipping = Problem.of(
+        profile,
+        Budgets(device=10**12, host=0, disk=0),
+        pins=[parse_pin("layers.0: persistent and update in backward")],
+        settings=replace(OVERLAPPING, updates="after backward"),
+    )
+    assert_says.refused(lambda: clipping.options)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from protrain_plan.profiling.memory.unit_bytes import analyze_units, measure_bytes
 from protrain_plan.profiling.structure.discovery import discover, undisturbed
-from protrain_runtime import MovingAverage, full_parameters, restore
+from protrain_runtime import MovingAverage, full_parameters, restore, with_master_weights
 from protrain_runtime.contract.program.compiling import compile_plan
 from protrain_runtime.contract.program.program import MAX_PIECES, disk_pieces
 from protrain_runtime.contract.records.hardware import TierName
@@ -31,7 +32,7 @@ from protrain_runtime.contract.records.plan import (
     Schedule,
     StepSettings,
 )
-from protrain_runtime.contract.records.profile import Unit
+from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices.lanes import Backend
 from protrain_runtime.devices.memory_meter import MemoryMeter
 from protrain_runtime.devices.stores import DiskStore, HostStore, SplitStore
@@ -40,11 +41,14 @@ from protrain_runtime.states.chunks import read_values
 from protrain_runtime.states.offloading import offload
 from protrain_runtime.states.update_rules import UpdateRules
 from tests.support.cards import every_device
+from tests.support.hostile_models import WIDTH, Make, batch_of, does, next_token, stack
+from tests.support.random_models import Shape, subject
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
     FRACTIONAL,
     MODELS,
+    RECOMPUTED,
     Factory,
     Subject,
     assert_bitwise,
@@ -268,72 +272,30 @@ def test_parameters_without_elements_are_averaged(states: Placement, tmp_path: P
 
 # --- buffers that forwards write ------------------------------------------------------------------
 
-NormMaker = Callable[[int], nn.Module]
+
+def normed(block: Any, hidden: Tensor) -> Tensor:
+    """A residual with a norm over the batch."""
+    inner = block.over(block.inner(block.norm(hidden)).transpose(1, 2))
+    found: Tensor = hidden + block.outer(torch.relu(inner.transpose(1, 2)))
+    return found
 
 
-class Normed(nn.Module):
-    """A residual convolution with a norm over the batch."""
-
-    def __init__(self, norm: NormMaker) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
-        self.norm = norm(8)
-        self.mix = nn.Conv2d(8, 8, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        mixed: Tensor = self.mix(torch.relu(self.norm(self.convolution(images))))
-        return images + mixed
+def counting(block: Any, hidden: Tensor) -> Tensor:
+    """Counts its calls in a buffer, and computes with the count."""
+    block.calls += 1
+    return hidden + block.computed(hidden) / block.calls  # type: ignore[no-any-return]
 
 
-class Counting(nn.Module):
-    """A norm that counts its calls, and computes with the count."""
-
-    calls: Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.calls += 1
-        return images * self.weight[:, None, None] / self.calls
-
-
-class Replacing(Counting):
+def replacing(block: Any, hidden: Tensor) -> Tensor:
     """The same with a new buffer at every call."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        return images * self.weight[:, None, None] / self.calls
+    block.calls = block.calls + 1
+    return hidden + block.computed(hidden) / block.calls  # type: ignore[no-any-return]
 
 
-class Network(nn.Module):
-    def __init__(self, norm: NormMaker = nn.BatchNorm2d) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(*(Normed(norm) for _ in range(3)))
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        features = self.blocks(self.stem(images)).mean((2, 3))
-        return nn.functional.cross_entropy(self.head(features), labels)
-
-
-def images(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    given = torch.randn(4, 3, 16, 16, generator=generator)
-    return given, torch.randint(10, (4,), generator=generator)
-
-
-def network(norm: NormMaker = nn.BatchNorm2d) -> Subject:
-    return Subject(partial(Network, norm), images)
-
-
-NORMS: dict[str, NormMaker] = {
-    "batch": nn.BatchNorm2d,
-    "cumulative": partial(nn.BatchNorm2d, momentum=None),
-    "instance": partial(nn.InstanceNorm2d, affine=True, track_running_stats=True),
+NORMS: dict[str, Make] = {
+    "batch": partial(nn.BatchNorm1d, 2 * WIDTH),
+    "cumulative": partial(nn.BatchNorm1d, 2 * WIDTH, momentum=None),
+    "instance": partial(nn.InstanceNorm1d, 2 * WIDTH, affine=True, track_running_stats=True),
 }
 
 
@@ -351,28 +313,205 @@ def test_running_statistics_count_every_batch_once(
     norm: str, activations: Activations, states: Placement, tmp_path: Path
 ) -> None:
     run = Scenario(
-        model=network(NORMS[norm]),
+        model=Subject(stack(does(normed, over=NORMS[norm]), depth=3), batch_of),
         units=lambda units: decided(units, activations, states),
         factory=partial(torch.optim.AdamW, lr=1e-2),
     ).assert_like_plain(tmp_path, restored)
     assert len(list(run.model.named_buffers())) == 9  # of three norms: mean, variance, count
 
 
-def measured(model: nn.Module) -> list[Unit]:
-    with undisturbed(model):
-        anatomy = analyze_units(model, images(0), discover(model, images(0)))
-        return measure_bytes(model, images(0), anatomy, MemoryMeter)[0]
-
-
-def test_a_block_with_running_statistics_may_be_recomputed() -> None:
-    units = measured(network().build())
-    assert [len(unit.forms) > 1 for unit in units if unit.kind == "block"] == [True] * 3
-
-
-@pytest.mark.parametrize("norm", [Counting, Replacing])
-def test_a_block_that_writes_other_buffers_keeps_what_it_saves(norm: NormMaker) -> None:
-    model = network(norm).build()
+@pytest.mark.parametrize(
+    ("block", "recomputed"),
+    [
+        (does(normed, over=NORMS["batch"]), True),
+        (does(counting, calls=lambda: nn.Buffer(torch.zeros(()))), False),
+        (does(replacing, calls=lambda: nn.Buffer(torch.zeros(()))), False),
+    ],
+    ids=["running statistics", "counting", "replacing"],
+)
+def test_a_block_that_writes_other_buffers_keeps_what_it_saves(
+    block: Make, recomputed: bool
+) -> None:
+    model, batch = Subject(stack(block, depth=3), batch_of).build(), batch_of(0)
     before = copied(model.state_dict())
-    units = measured(model)
-    assert [f.form for unit in units for f in unit.forms] == ["keep"] * len(units)
+    with undisturbed(model):
+        anatomy = analyze_units(model, batch, discover(model, batch))
+        units = measure_bytes(model, batch, anatomy, MemoryMeter)[0]
+    assert [len(u.forms) > 1 for u in units if u.kind == "block"] == [recomputed] * 3
     assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+# --- faults that random models and the matrix found once ------------------------------------------
+
+
+NORMED = Shape(blocks=(("batch norm", "nothing"),) * 3)
+
+
+def trained(shape: Shape, *decision: Any, **options: Any) -> Scenario:
+    """Three steps of a random model, all of whose units have one decision."""
+    return Scenario(
+        model=subject(shape),
+        units=lambda units: decided(units, *decision),
+        script=Loop(num_steps=3),
+        **options,
+    )
+
+
+@pytest.mark.nightly(by_day=6)
+@every_device
+@pytest.mark.parametrize("form", RECOMPUTED)
+def test_products_that_were_swapped_may_be_written_to(form: Form, tmp_path: Path) -> None:
+    """As `F.linear(...).mul_(0.5)` does in the recomputation."""
+    shape = Shape(blocks=(("in place", "nothing"),) * 2)
+    decision = Activations(tier="disk", form=form)
+    trained(shape, decision, PERSISTENT).assert_like_plain(tmp_path)
+
+
+def test_states_with_numbers_of_their_own_load_unrounded_into_master_precision() -> None:
+    """NAdam's product of momenta, which torch.optim casts to the parameter's dtype."""
+    factory = with_master_weights(partial(torch.optim.NAdam, lr=1e-3))
+    (first, second) = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    one, other = factory([first]), factory([second])
+    for _ in range(3):
+        first.grad = torch.full_like(first, 0.3)
+        one.step()
+    other.load_state_dict(one.state_dict())
+    assert one.state[first]["mu_product"].dtype == torch.float32
+    assert list(differences(other.state_dict(), one.state_dict(), "states")) == []
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_pieces_are_cut_where_kernels_give_the_bits_of_the_whole(
+    tier: TierName, tmp_path: Path
+) -> None:
+    """SGD on bfloat16 rounds the ends of ranges of odd lengths in another way."""
+    shape = Shape(blocks=(("linear", "nothing"),) * 2, unused=True)
+    factory = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+    tried = trained(shape, KEEP, Placement(tier=tier), factory=factory, piece_bytes=1_100)
+    halved = replace(tried.subject, change=lambda model: model.to(torch.bfloat16))
+    replace(tried, model=halved).assert_like_plain(tmp_path)
+
+
+class WholeNorm(torch.optim.SGD):
+    """Steps of length one for each parameter, as LARS makes them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
+
+
+OFFLOADED = (KEEP, Placement(tier="disk"))
+
+
+def test_a_parameter_whose_update_needs_all_of_it_is_never_cut(tmp_path: Path) -> None:
+    """A small one goes through the optimizer as a whole; of a large one that is not tried."""
+    whole = partial(WholeNorm, lr=0.1)
+    large = UpdateRules(whole).of(torch.float32, torch.Size([1024, 1024]))
+    assert large.reason == "one element's update depends on others"
+    trained(NORMED, *OFFLOADED, factory=whole, piece_bytes=256).assert_like_plain(tmp_path)
+
+
+def with_a_loss(block: Any, hidden: Tensor) -> Tensor:
+    """Keeps a loss of its own beside what it hands on, made after that."""
+    out = torch.tanh(block.computed(hidden)) + hidden
+    block.loss = torch.sigmoid(block.router(hidden)).square().mean()
+    return out
+
+
+def penalized(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    stack.penalties = []
+    for number, block in enumerate(stack.blocks):
+        hidden = block(hidden)
+        if number % 2:
+            stack.penalties.append(stack.blocks[number - 1].inner.weight.square().mean())
+    return hidden
+
+
+def with_losses(stack: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """Autograd comes to what was computed last first, before it comes to what blocks hand on.
+
+    So it comes to a loss that a block has made at its end, and to a penalty on a block's parameter
+    that was made between later blocks.
+    """
+    aside = [*stack.penalties, *(block.loss for block in stack.blocks)]
+    return next_token(stack, hidden, tokens) + torch.stack(aside).sum()
+
+
+ASIDE = does(with_a_loss, router=partial(nn.Linear, WIDTH, WIDTH))
+
+
+@pytest.mark.nightly(by_day=8)
+@every_device
+@pytest.mark.parametrize(
+    ("activations", "states"),
+    [
+        (KEEP, Placement(tier="disk")),
+        (Activations(tier="disk"), PERSISTENT),
+        (Activations(tier="disk"), Placement(tier="host", keep_gathered=True)),
+    ],
+    ids=decision_name,
+)
+@pytest.mark.parametrize("lead", [0, 1])
+def test_what_is_computed_beside_a_unit_waits_for_its_slot_in_backward(
+    activations: Activations, states: Placement, lead: int, tmp_path: Path
+) -> None:
+    schedule = Schedule(forward_lead=lead, backward_lead=lead, swap_lead=lead)
+    Scenario(
+        model=Subject(stack(ASIDE, 5, run=penalized, ends=with_losses), batch_of),
+        units=lambda units: decided(units, activations, states, schedule),
+        script=Loop(num_steps=4),
+        options={"lane_delay": lambda: 0.01},
+    ).assert_like_plain(tmp_path)
+
+
+def spared(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes what nobody uses, too."""
+    return hidden + torch.tanh(block.inner(hidden))[..., :WIDTH], torch.tanh(block.spare(hidden))
+
+
+def remembering(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Remembers its weights from step to step."""
+    block.held = block.inner.weight.detach().t()
+    return spared(block, hidden)
+
+
+def reads_memory(stack: Any, hidden: Tensor, step: int) -> Tensor:
+    held = [block.held for block in stack.blocks]
+    hidden = hidden * (1 + sum(each.square().mean() for each in held if each is not None))
+    for block in stack.blocks:
+        hidden, _ = block(hidden)
+    return hidden
+
+
+def with_memory(*run: Callable[..., Any]) -> Subject:
+    """Blocks that do so, one after the other."""
+    spare = partial(nn.Linear, WIDTH, WIDTH)
+    blocks = [does(each, held=lambda: None, spare=spare) for each in run]
+    return Subject(stack(blocks, run=reads_memory), batch_of)
+
+
+@pytest.mark.nightly("lite-*", "mlp-*", "attn-*")
+@every_device
+@pytest.mark.parametrize("form", ["keep", *RECOMPUTED])
+def test_views_that_are_held_from_step_to_step_are_refused(form: Form, tmp_path: Path) -> None:
+    """With the way to do it; what autograd has left of a second run is no such view."""
+    activations = KEEP if form == "keep" else Activations(form=form)
+
+    def planned(units: Units) -> Units:
+        return decided(units, activations, Placement(tier="host"))
+
+    def pinned(units: Units) -> Units:
+        held = decided(units, activations, PERSISTENT)
+        pairs = zip(planned(units), held, strict=True)
+        return tuple(own if own.name == "blocks.1" else unit for unit, own in pairs)
+
+    model = with_memory(spared, remembering, spared, spared)
+    asked = Scenario(model=model, units=planned, script=Loop(num_steps=3))
+    run = asked.start(tmp_path)
+    with pytest.raises(RuntimeError, match=r"from step to step .* --pin \"blocks.1: persistent"):
+        asked.played(run)
+    replace(asked, units=pinned).assert_like_plain(tmp_path / "pinned")
+    replace(asked, model=with_memory(*[spared] * 4)).assert_like_plain(tmp_path / "unused")

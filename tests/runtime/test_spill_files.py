@@ -47,6 +47,12 @@ def some_bytes(rng: random.Random, count: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(rng.randbytes(count)), dtype=torch.uint8)
 
 
+def read_back(file: SpillFile, start: int, count: int) -> torch.Tensor:
+    target = torch.empty(count, dtype=torch.uint8)
+    file.read(start, memory_of(target))
+    return target
+
+
 def some_range(rng: random.Random) -> tuple[int, int]:
     """A few bytes, some blocks or many requests; half of them as a chunk cuts them."""
     count = rng.choice([1, 64, BLOCK, rng.randrange(2 * BLOCK), rng.randrange(SIZE // 2)])
@@ -74,24 +80,34 @@ def raising_once(name: str, number: int, error: OSError) -> Iterator[None]:
         yield
 
 
+def assert_agrees_with_memory(
+    write: Callable[[int, torch.Tensor], None],
+    read: Callable[[int, int], torch.Tensor],
+    rng: random.Random,
+    rounds: int,
+) -> None:
+    """Ranges of SIZE bytes give what was written last, and zeros before that."""
+    memory = torch.zeros(SIZE, dtype=torch.uint8)
+    for _ in range(rounds):
+        begin, count = some_range(rng)
+        if rng.random() < 0.5:
+            memory[begin : begin + count] = source = some_bytes(rng, count)
+            write(begin, source)
+        else:
+            assert torch.equal(read(begin, count), memory[begin : begin + count])
+
+
 @pytest.mark.parametrize("cached", [False, True])
 def test_any_reads_and_writes_agree_with_memory(cached: bool, tmp_path: Path) -> None:
-    rng = random.Random(0)
     with closing(SpillFile(tmp_path, cached=cached)) as file:
-        starts = [file.reserve(5000), file.reserve(SIZE)]
-        memory = torch.zeros(SIZE, dtype=torch.uint8)  # what was never written is zeros
-        for _ in range(120):
-            begin, count = some_range(rng)
-            if rng.random() < 0.5:
-                memory[begin : begin + count] = source = some_bytes(rng, count)
-                file.write(starts[1] + begin, memory_of(source))
-            else:
-                target = torch.empty(count, dtype=torch.uint8)
-                file.read(starts[1] + begin, memory_of(target))
-                assert torch.equal(target, memory[begin : begin + count])
-        first = torch.empty(5000, dtype=torch.uint8)
-        file.read(starts[0], memory_of(first))
-        assert not first.any()
+        first, start = file.reserve(5000), file.reserve(SIZE)
+        assert_agrees_with_memory(
+            lambda begin, source: file.write(start + begin, memory_of(source)),
+            lambda begin, count: read_back(file, start + begin, count),
+            random.Random(0),
+            rounds=120,
+        )
+        assert not read_back(file, first, 5000).any()
 
 
 def test_more_blocks_than_are_kept_are_changed_in_part(tmp_path: Path) -> None:
@@ -102,9 +118,7 @@ def test_more_blocks_than_are_kept_are_changed_in_part(tmp_path: Path) -> None:
         for number in [*range(2 * EDGE_BYTES // block)] * 2:
             mark = torch.full((3,), number % 251 + 1, dtype=torch.uint8)
             file.write(start + number * block + 100, memory_of(mark))
-        whole = torch.empty(2 * EDGE_BYTES, dtype=torch.uint8)
-        file.read(start, memory_of(whole))
-        found = whole.view(-1, block)
+        found = read_back(file, start, 2 * EDGE_BYTES).view(-1, block)
         expected = torch.arange(len(found)) % 251 + 1
         assert torch.equal(found[:, 100:103], expected.to(torch.uint8).repeat(3, 1).T)
         assert not found[:, :100].any()
@@ -127,9 +141,7 @@ def test_threads_use_ranges_that_share_blocks(tmp_path: Path) -> None:
                     count = min(count, size - begin)
                     mine[begin : begin + count] = source = some_bytes(rng, count)
                     file.write(start + number * size + begin, memory_of(source))
-                    target = torch.empty(size, dtype=torch.uint8)
-                    file.read(start + number * size, memory_of(target))
-                    assert torch.equal(target, mine)
+                    assert torch.equal(read_back(file, start + number * size, size), mine)
             except BaseException as error:  # noqa: BLE001 - told where the threads are joined
                 wrong.append(error)
 
@@ -182,16 +194,13 @@ def test_a_request_that_fails_is_one_error_and_the_file_goes_on(
     """In the caller's thread or in a helper's: all have ended when the error is raised."""
     with closing(taking_direct_io(tmp_path)) as file:
         start = file.reserve(SIZE)
-        source = some_bytes(random.Random(1), SIZE)
-        target = torch.zeros(SIZE, dtype=torch.uint8)
-        error = OSError(code, words)
+        source, error = some_bytes(random.Random(1), SIZE), OSError(code, words)
         with raising_once("pwrite", number, error), pytest.raises(OSError, match=words):
             file.write(start, memory_of(source))
         file.write(start, memory_of(source))
         with raising_once("preadv", number, error), pytest.raises(OSError, match=words):
-            file.read(start, memory_of(target))
-        file.read(start, memory_of(target))
-        assert torch.equal(source, target)
+            read_back(file, start, SIZE)
+        assert torch.equal(read_back(file, start, SIZE), source)
 
 
 @pytest.mark.parametrize("name", ["pwrite", "preadv"])
@@ -209,11 +218,9 @@ def test_an_edge_that_fails_is_told_and_is_not_taken_for_the_files(
         with raising_once("pwrite", 1, full), pytest.raises(OSError, match="No space left"):
             file.write(start + 30, memory_of(marks[2]))
         file.write(start + 40, memory_of(marks[2]))
-        found = torch.empty(50, dtype=torch.uint8)
-        file.read(start, memory_of(found))
         expected = torch.zeros(50, dtype=torch.uint8)
         expected[20:25], expected[40:45] = 8, 9
-        assert torch.equal(found, expected)
+        assert torch.equal(read_back(file, start, 50), expected)
 
 
 @pytest.mark.parametrize("name", ["pwrite", "preadv"])
@@ -233,11 +240,10 @@ def test_requests_that_are_cut_short_go_on(
             done = usual(descriptor, [whole] if isinstance(data, list) else whole, offset)
             return min(cut, len(view)) if done == len(whole) else done
 
-        target = torch.zeros(SIZE, dtype=torch.uint8)
         with monkeypatch.context() as patch:
             patch.setattr(os, name, call)
             file.write(start, memory_of(source))
-            file.read(start, memory_of(target))
+            target = read_back(file, start, SIZE)
         assert torch.equal(source, target)
 
 
@@ -276,10 +282,8 @@ def test_a_file_in_memory_takes_what_is_written(tmp_path: Path) -> None:
     with closing(SpillFile(folder)) as file:
         start = file.reserve(SIZE)
         source = some_bytes(random.Random(4), SIZE)
-        target = torch.empty(SIZE, dtype=torch.uint8)
         file.write(start, memory_of(source))
-        file.read(start, memory_of(target))
-        assert torch.equal(source, target)
+        assert torch.equal(read_back(file, start, SIZE), source)
 
 
 def test_what_is_written_takes_no_page_cache(tmp_path: Path) -> None:
@@ -333,19 +337,21 @@ def test_helpers_end_with_the_file(tmp_path: Path) -> None:
 @pytest.mark.nightly("emulated")
 @every_device
 def test_a_devices_bytes_pass_through_from_and_to_any_place(tmp_path: Path) -> None:
-    backend, rng = Backend(device()), random.Random(5)
+    backend = Backend(device())
     with closing(DiskStore(tmp_path, backend)) as store:
         start = store.reserve(SIZE)
-        memory = torch.zeros(SIZE, dtype=torch.uint8)
-        for _ in range(40):
-            begin, count = some_range(rng)
-            if rng.random() < 0.5:
-                memory[begin : begin + count] = source = some_bytes(rng, count)
-                store.write(start + begin, source.to(backend.device))
-            else:
-                target = torch.empty(count, dtype=torch.uint8, device=backend.device)
-                store.read(start + begin, target)
-                assert torch.equal(target.cpu(), memory[begin : begin + count])
+
+        def read(begin: int, count: int) -> torch.Tensor:
+            target = torch.empty(count, dtype=torch.uint8, device=backend.device)
+            store.read(start + begin, target)
+            return target.cpu()
+
+        assert_agrees_with_memory(
+            lambda begin, source: store.write(start + begin, source.to(backend.device)),
+            read,
+            random.Random(5),
+            rounds=40,
+        )
 
 
 def test_a_file_takes_what_is_predicted_of_its_regions(tmp_path: Path) -> None:

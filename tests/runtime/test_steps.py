@@ -5,7 +5,6 @@ As plain PyTorch has it, or one clear error.
 
 import itertools
 import random
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from protrain_plan.models.adapters import adapted
-from protrain_plan.models.batches import call_model
 from protrain_plan.models.building import seeded
 from protrain_runtime import restore
 from protrain_runtime.contract.records.adapters import parse_lora
@@ -52,7 +50,7 @@ from tests.support.runtime_cases import (
     device,
     differences,
     mixed,
-    plan_for,
+    slow_updates,
 )
 from tests.support.scenario import Looking, Loop, Run, Scenario, Script, Units, refusal
 from tests.support.thinning import thinned
@@ -233,18 +231,13 @@ def test_sums_that_are_clipped_between_micro_batches_are_those_of_plain_pytorch(
     tried(clipped_between, micro_batches=2, units=all_on_host).assert_like_plain(tmp_path)
 
 
-def slow_additions() -> float:
-    """Seconds before each item of a lane: gradients arrive long before those before are added."""
-    return 0.01 if threading.current_thread().name.startswith("protrain update") else 0
-
-
 def test_gradients_wait_for_a_free_buffer_before_they_arrive_to_be_added(tmp_path: Path) -> None:
     tried(
         Loop(num_steps=1, micro_batches=2),
         updates="in backward",
         micro_batches=2,
         units=all_on_host,
-        options={"lane_delay": slow_additions},
+        options={"lane_delay": slow_updates},  # gradients arrive long before those before are added
     ).assert_like_plain(tmp_path)
 
 
@@ -272,11 +265,8 @@ def test_other_numbers_of_micro_batches_than_planned_are_refused(
 def test_a_smaller_batch_trains_and_a_larger_one_is_refused(
     tmp_path: Path, assert_says: Speaker
 ) -> None:
-    def plan(model: nn.Module) -> Any:
-        made = plan_for(model, mixture("disk", CATALOGUE["llama-tied"].units()))
-        return replace(made, workload=replace(made.workload, model_config="{}"))
-
-    run = Scenario(plan=plan).start(tmp_path)
+    asked = Scenario(units=partial(mixture, "disk"), settings={"model_config": "{}"})
+    run = asked.start(tmp_path)
     for sizes in [(BATCH, SEQUENCE), (1, SEQUENCE), (BATCH, 8)]:
         tokens = torch.zeros(sizes, dtype=torch.int64, device=device())
         run.model(input_ids=tokens, labels=tokens).loss.backward()
@@ -386,11 +376,6 @@ def test_a_gradient_scaler_unscales_clips_and_skips_as_in_plain_torch_bitwise(
 # --- parameters without gradients -----------------------------------------------------------------
 
 
-def takes_turns(block: Any, hidden: Tensor, other: int) -> Tensor:
-    """A batch meets one of two experts."""
-    return block.other(hidden) if other else Block.forward(block, hidden)
-
-
 def by_bits(stack: Any, hidden: Tensor, step: int) -> Tensor:
     """The step says which expert a batch meets in each block."""
     for number, block in enumerate(stack.blocks):
@@ -398,12 +383,15 @@ def by_bits(stack: Any, hidden: Tensor, step: int) -> Tensor:
     return hidden
 
 
-def in_its_dtype(stack: Any, hidden: Tensor, tokens: Tensor) -> Tensor:
-    return next_token(stack, hidden.to(stack.head.weight.dtype), tokens)
-
-
 ROUTED = Subject(
-    stack(does(takes_turns, other=Block), depth=3, run=by_bits, ends=in_its_dtype), batch_of
+    stack(
+        # A batch meets one of two experts.
+        does(lambda b, x, other: b.other(x) if other else Block.forward(b, x), other=Block),
+        depth=3,
+        run=by_bits,
+        ends=lambda s, x, tokens: next_token(s, x.to(s.head.weight.dtype), tokens),
+    ),
+    batch_of,
 )
 
 
@@ -493,13 +481,6 @@ def test_generating_between_steps_changes_nothing(
     tried(script, model=model, units=swapping()).assert_like_plain(tmp_path)
 
 
-def pair_loss(*outputs: Any) -> Tensor:
-    """As contrastive losses do: of both outputs at once."""
-    one, other = (output.float().mean(dim=(1, 2)) for output in outputs)
-    loss: Tensor = (one - other).square().mean()
-    return loss
-
-
 def failed_in_between(run: Run) -> None:
     """An evaluation that fails gives the step up."""
     loss = run.loss(5)
@@ -523,20 +504,6 @@ def test_a_backward_of_several_forwards_is_one_error(tmp_path: Path, assert_says
     run.optimizer.zero_grad()
     run.step(1)
     assert_bitwise(run.outcome(), asked.plain())
-
-
-def contrasted_in_one(run: Run) -> None:
-    """The fix of the error."""
-    for number in range(2):
-        output: Any = call_model(run.model, run.subject.batch(number))
-        loss = pair_loss(*output.logits.chunk(2))
-        loss.backward()
-        run.update()
-        run.seen.append(loss.detach())
-
-
-def test_two_inputs_in_one_forward_compare_as_ever(tmp_path: Path) -> None:
-    tried(contrasted_in_one, units=swapping(RECOMPUTE)).assert_like_plain(tmp_path)
 
 
 @pytest.mark.nightly(by_day=6)

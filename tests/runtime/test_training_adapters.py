@@ -31,7 +31,6 @@ from protrain_runtime.contract.records.plan import (
     Placement,
 )
 from protrain_runtime.contract.records.profile import Precision, Profile
-from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.diagnostics.recording import measure_step
 from tests.support.by_peft import by_peft
 from tests.support.peaks import (
@@ -49,7 +48,7 @@ from tests.support.runtime_cases import (
     decided,
     described_by,
     open_to,
-    plan_of,
+    plan_for,
     profiled_here,
     units_of,
 )
@@ -172,12 +171,7 @@ def test_adapters_train_as_plain_torch_trains_what_peft_makes(
         units = tuple(
             replace(unit, states=PERSISTENT) if unit.kind == "block" else unit for unit in units
         )
-    plan = plan_of(
-        units,
-        fingerprint=model_fingerprint(model),
-        workload=case.specimen.workload,
-        piece_bytes=PIECE_BYTES,
-    )
+    plan = plan_for(model, units, workload=case.specimen.workload, piece_bytes=PIECE_BYTES)
     del model
     found = train(plan, num_steps=NUM_STEPS, plain=False, spill_directory=tmp_path, compared=True)
     losses, parameters = plainly(name)
@@ -238,7 +232,7 @@ def test_a_scripts_own_checkpointing_takes_nothing_beside_the_plan(tmp_path: Pat
         others = bytes_of_others()
         model: Any = by_peft(case.specimen.source, {"r": 2}, dtype="bfloat16")
         units = decided(units_of(model, batch), RECOMPUTE, PERSISTENT)
-        plan = plan_of(units, fingerprint=model_fingerprint(model), workload=case.specimen.workload)
+        plan = plan_for(model, units, workload=case.specimen.workload)
         expected: Any = nullcontext()
         if checkpointing:
             model.activation_checkpointing_enable()

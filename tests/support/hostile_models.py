@@ -314,15 +314,16 @@ class Aliasing(Block):
         return super().forward(hidden + 0.1 * F.linear(hidden, self.alias))
 
 
-def gives_bias(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    return Block.forward(block, hidden), block.outer.bias.expand(hidden.shape)
+def adds_second(share: float = 1.0) -> Through:
+    """Blocks of two outputs, of which the second is added, too."""
 
+    def run(stack: Stack, hidden: Tensor, step: int) -> Tensor:
+        for block in stack.blocks:
+            hidden, other = block(hidden)
+            hidden = hidden + share * other
+        return hidden
 
-def adds_biases(stack: Stack, hidden: Tensor, step: int) -> Tensor:
-    for block in stack.blocks:
-        hidden, bias = block(hidden)
-        hidden = hidden + bias
-    return hidden
+    return run
 
 
 # --- 2. control flow ------------------------------------------------------------------------------
@@ -334,10 +335,6 @@ def by_torch() -> float:
 
 def drops(draw: Callable[[], float], *, outside: bool = False) -> Through:
     return chosen(lambda _: (number for number in range(4) if draw() < 0.6), outside=outside)
-
-
-def stochastic_depth(block: Any, hidden: Tensor) -> Tensor:
-    return hidden if by_torch() < 0.4 else hidden + Block.computed(block, hidden)
 
 
 def called_thrice(stack: Any, hidden: Tensor, step: int) -> Tensor:
@@ -753,18 +750,6 @@ class Averaging(Stack):
         return super().loss(hidden + 0.01 * self.mean, tokens)
 
 
-def gives_twice(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    hidden = Block.forward(block, hidden)
-    return hidden, hidden
-
-
-def takes_twice(stack: Stack, hidden: Tensor, step: int) -> Tensor:
-    for block in stack.blocks:
-        hidden, again = block(hidden)
-        hidden = hidden + 0.5 * again
-    return hidden
-
-
 class Perturbed(Stack):
     """Noise that asks for a gradient, as an attribute (adversarial training)."""
 
@@ -854,10 +839,6 @@ def reading_global() -> nn.Module:
     return Stack(does(reads_global))
 
 
-def scaled_inside(block: Any, hidden: Tensor) -> Tensor:
-    return hidden + Block.computed(block, hidden * block.scale)
-
-
 def scales(stack: Stack, hidden: Tensor, step: int) -> Tensor:
     """Every block reads what the model has set last."""
     for number, block in enumerate(stack.blocks):
@@ -892,10 +873,6 @@ class Collecting(Stack):
 
 
 # --- 6. what profile takes ------------------------------------------------------------------------
-
-
-def complex_weight(*shape: int) -> Callable[[], nn.Parameter]:
-    return lambda: nn.Parameter(0.1 * torch.randn(*shape, dtype=torch.cfloat))
 
 
 def filters(block: Any, hidden: Tensor) -> Tensor:
@@ -993,10 +970,6 @@ class State:
 
     def __init__(self, hidden: Tensor, shift: Tensor) -> None:
         self.hidden, self.shift = hidden, shift
-
-
-def takes_object(block: Any, state: State) -> State:
-    return State(state.hidden + Block.computed(block, state.hidden) + state.shift, state.shift)
 
 
 def objects(stack: Stack, hidden: Tensor, step: int) -> Tensor:
@@ -1331,7 +1304,11 @@ HOSTILE: dict[str, Hostile] = {
     "parameters: shared memory": Hostile(shared_memory, stays="parameters share memory"),
     "parameters: an alias": Hostile(stack(Aliasing), stays=_VIEWS),
     "parameters: an alias handed on": Hostile(
-        stack(does(gives_bias), run=adds_biases), stays=_VIEWS
+        stack(
+            does(lambda b, x: (Block.forward(b, x), b.outer.bias.expand(x.shape))),
+            run=adds_second(),
+        ),
+        stays=_VIEWS,
     ),
     "parameters: small": Hostile(
         stack(
@@ -1351,7 +1328,9 @@ HOSTILE: dict[str, Hostile] = {
     "flow: layer drop, unused heads": Hostile(
         stack(run=drops(random.random), unused=lambda: nn.ModuleList([Block(), Block()]))
     ),
-    "flow: stochastic depth": Hostile(stack(does(stochastic_depth))),
+    "flow: stochastic depth": Hostile(
+        stack(does(lambda b, x: x if by_torch() < 0.4 else x + b.computed(x)))
+    ),
     "flow: early exit": Hostile(stack(run=chosen(lambda step: range(2) if step % 2 else range(4)))),
     "flow: reordered once": Hostile(
         stack(run=chosen(lambda step: (0, 2, 1, 3) if step == 2 else range(4))), _ORDER, gives_up=2
@@ -1434,7 +1413,9 @@ HOSTILE: dict[str, Hostile] = {
     "peaks: two outputs": Hostile(
         stack(does(two_outputs), 5, run=to_the_next_but_one), above=20_000
     ),
-    "peaks: one output twice": Hostile(stack(does(gives_twice), run=takes_twice)),
+    "peaks: one output twice": Hostile(
+        stack(does(lambda b, x: (Block.forward(b, x),) * 2), run=adds_second(0.5))
+    ),
     "peaks: transposed": Hostile(
         stack(run=called(lambda block, x: block(x.transpose(0, 1)).transpose(0, 1)))
     ),
@@ -1494,7 +1475,11 @@ HOSTILE: dict[str, Hostile] = {
     ),
     "once: reads a global": Hostile(reading_global, once=_ANOTHER),
     "once: reads what others set": Hostile(
-        stack(does(scaled_inside, scale=lambda: 1.0), run=scales), once=_ANOTHER
+        stack(
+            does(lambda b, x: x + b.computed(x * b.scale), scale=lambda: 1.0),
+            run=scales,
+        ),
+        once=_ANOTHER,
     ),
     "once: weights of the call": Hostile(stack(run=called(halved_weight)), once=_ANOTHER),
     "once: frozen for the call": Hostile(
@@ -1505,7 +1490,14 @@ HOSTILE: dict[str, Hostile] = {
     ),
     # 6
     "takes: complex": Hostile(
-        stack(does(filters, weight=complex_weight(SEQUENCE // 2 + 1, WIDTH))),
+        stack(
+            does(
+                filters,
+                weight=lambda: nn.Parameter(
+                    0.1 * torch.randn(SEQUENCE // 2 + 1, WIDTH, dtype=torch.cfloat)
+                ),
+            )
+        ),
         stays="complex parameters beside real ones",
     ),
     "takes: complex alone": Hostile(
@@ -1518,7 +1510,12 @@ HOSTILE: dict[str, Hostile] = {
     "takes: a storage": Hostile(stack(does(by_storage)), stays=_PLACES),
     "takes: arguments of all kinds": Hostile(stack(does(takes_all), run=gives_all)),
     "takes: dicts": Hostile(stack(does(in_dict), 5, run=dicts), stays=""),
-    "takes: objects": Hostile(stack(does(takes_object), run=objects)),
+    "takes: objects": Hostile(
+        stack(
+            does(lambda b, s: State(s.hidden + b.computed(s.hidden) + s.shift, s.shift)),
+            run=objects,
+        )
+    ),
     "takes: an object that is written": Hostile(
         stack(does(accumulates), run=all_with(lambda _, x: State(x.mean(-1, keepdim=True), x))),
         stays="hands tensors on in its arguments",

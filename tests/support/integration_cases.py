@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,20 +47,14 @@ def plan(
     with torch.random.fork_rng():  # describing runs the model, with dropout
         alone = micro_batches == 1 and not clips
         units = mixed(described(name), random.Random(seed), tier, stepped=alone)
-        made = plan_for(build(name), units)
-    made = replace(
-        made,
-        workload=replace(
-            made.workload,
+        made = plan_for(
+            build(name),
+            units,
             precision=precision,
             dtype="bfloat16" if precision == "autocast" else "float32",
-        ),
-        settings=replace(
-            made.settings,
             updates="after backward" if clips else "in backward",
             micro_batches=micro_batches,
-        ),
-    )
+        )
     # Below the device a step is updated before its norm is known, where it has one backward.
     return speculative(made) if clips and micro_batches == 1 else made
 
@@ -104,5 +97,5 @@ def adapter_plan(*, packed: bool) -> Plan:
     with torch.random.fork_rng():
         units = units_of(with_adapter(packed=packed), batch("llama", 0))
         decided = mixed(units, random.Random(0), "disk", stepped=False)
-        made = plan_for(with_adapter(packed=packed), decided)
-    return speculative(replace(made, settings=replace(made.settings, updates="after backward")))
+        made = plan_for(with_adapter(packed=packed), decided, updates="after backward")
+    return speculative(made)

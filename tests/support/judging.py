@@ -58,7 +58,7 @@ from tests.support.runtime_cases import (
     differences,
     mixed,
     open_to,
-    plan_of,
+    plan_for_profile,
 )
 
 NUM_STEPS = 6
@@ -212,14 +212,8 @@ class Judge:
                 strict=True,
             )
         )
-        plan = plan_of(
-            units,
-            fingerprint=profile.model_fingerprint,
-            workload=profile.workload,
-            piece_bytes=PIECE_BYTES,
-        )
-        if name == "mixed" and self._waits:
-            plan = replace(plan, settings=replace(plan.settings, updates="after backward"))
+        waits = {"updates": "after backward"} if name == "mixed" and self._waits else {}
+        plan = plan_for_profile(profile, units, piece_bytes=PIECE_BYTES, **waits)
         others = bytes_of_others()
         try:
             model, optimizer = prepare(

@@ -71,13 +71,7 @@ def _units(plan: str) -> list[UnitPlan]:
         for name in ("(input)", "(output)")
     ]
     blocks = [
-        UnitPlan(
-            name=f"layers.{n}",
-            kind="block",
-            activations=activations,
-            states=states,
-            schedule=schedule,
-        )
+        UnitPlan(name=f"layers.{n}", activations=activations, states=states, schedule=schedule)
         for n in range(BLOCKS)
     ]
     return [ends[0], *blocks, ends[1]]

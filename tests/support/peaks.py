@@ -17,13 +17,12 @@ from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import LARGE_BEGIN_BYTES, PAGE_BYTES
 from protrain_runtime.contract.records import read_profile, write_profile
-from protrain_runtime.contract.records.plan import Plan, UnitPlan, Updates
+from protrain_runtime.contract.records.plan import Plan, UnitPlan
 from protrain_runtime.contract.records.profile import Profile
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import reachable, storage_bytes
 from protrain_runtime.states.stand_ins import ConsumedGradient
-from tests.support.plan_settings import with_settings
-from tests.support.runtime_cases import made_once, plan_of, profiled_here
+from tests.support.runtime_cases import made_once, plan_for_profile, profiled_here
 from tests.support.trained import train
 
 PIECE_BYTES = 1 << 16
@@ -126,30 +125,10 @@ class Peaks:
         ]
 
 
-def peaks(
-    profile: Profile,
-    units: tuple[UnitPlan, ...],
-    spill: Path,
-    *,
-    updates: Updates = "in backward",
-    micro_batches: int = 1,
-    overlap_steps: bool = False,
-) -> Peaks:
+def peaks(profile: Profile, units: tuple[UnitPlan, ...], spill: Path, **settings: Any) -> Peaks:
     """The bytes of a step."""
-    plan = with_settings(
-        replace(
-            plan_of(
-                units,
-                fingerprint=profile.model_fingerprint,
-                workload=profile.workload,
-                piece_bytes=PIECE_BYTES,
-            ),
-            optimizer=profile.optimizer.name,
-        ),
-        updates=updates,
-        micro_batches=micro_batches,
-        overlap_steps=overlap_steps,
-    )
+    own = {"piece_bytes": PIECE_BYTES, "optimizer": profile.optimizer.name}
+    plan = plan_for_profile(profile, units, **own, **settings)
     program = program_of(plan, profile)
     run = trained(plan, spill)
     assert run.measured_peak_bytes is not None

@@ -1,21 +1,30 @@
-"""Small models of random make: what people write that no published architecture has at once.
+"""Small models of random make, trained under random plans and plainly.
 
-A `Shape` says all of it, so that a failing example is one line that builds the model again.
+They are what people write that no published architecture has at once. A `Shape` says all of one,
+so that a failing example is one line that builds the model again.
 """
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from protrain_plan.models.building import seeded
-from tests.support.runtime_cases import device, moved_to_device
+from protrain_plan.models.batches import Batch
+from protrain_runtime.contract.records.hardware import TierName
+from protrain_runtime.contract.records.plan import Plan, Updates
+from tests.support.hostile_models import BATCH, SEQUENCE, WIDTH, Stack, tokens_of
+from tests.support.runtime_cases import Subject, delays, mixed, one_group, plan_for, speculative
+from tests.support.scenario import Looking, Loop, Scenario, restored
 
-WIDTH, BATCH, SEQUENCE, VOCABULARY = 32, 4, 40, 48
-"""A hidden state is 20 KiB: above what a swap leaves on the device."""
+NUM_STEPS = 3
 
 BlockKind = Literal["linear", "attention", "convolution", "batch norm", "in place", "functional"]
 Between = Literal["nothing", "function", "in place", "parameter", "dropout"]
@@ -27,8 +36,7 @@ Tie = Literal["none", "head", "blocks", "both"]
 class Shape:
     """A stack of blocks between an embedding and a head.
 
-    blocks      their kinds, in order
-    between     what the model itself computes after each block
+    blocks      their kinds, in order, and what the model itself computes after each
     extra       who reads the model's second input, by keyword
     skip        a later part reads what the first block gave, besides the block after it
     tuples      blocks take and give a tuple of the hidden state and something that rides along
@@ -39,8 +47,7 @@ class Shape:
     dropout     its probability in blocks
     """
 
-    blocks: tuple[BlockKind, ...]
-    between: tuple[Between, ...]
+    blocks: tuple[tuple[BlockKind, Between], ...]
     extra: Extra = "none"
     skip: bool = False
     tuples: bool = False
@@ -101,20 +108,16 @@ class Block(nn.Module):
                 return torch.tanh(F.linear(inner, self.scale)) * inner
 
 
-class Model(nn.Module):
+class Model(Stack):
     """The stack; returns the loss beside what a loop may look at."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
+        super().__init__([partial(Block, kind, shape) for kind, _ in shape.blocks])
         self.shape = shape
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(kind, shape) for kind in shape.blocks)
         self.aside = Block("linear", shape) if shape.aside else None
         self.scales = nn.ParameterList(
-            torch.ones(WIDTH) if between == "parameter" else torch.ones(0)
-            for between in shape.between
+            torch.ones(WIDTH if between == "parameter" else 0) for _, between in shape.blocks
         )
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if shape.tie in ("head", "both"):
             self.head.weight = self.embedding.weight
         if shape.tie in ("blocks", "both"):
@@ -122,13 +125,15 @@ class Model(nn.Module):
             assert isinstance(first, Block) and isinstance(last, Block)
             last.inner.weight = first.inner.weight
         self.spare = nn.Parameter(torch.ones(7)) if shape.unused else None
+        for number, parameter in enumerate(self.parameters()):
+            parameter.requires_grad_(not shape.frozen or number % shape.frozen > 0)
 
-    def forward(self, tokens: Tensor, *, gate: Tensor) -> Mapping[str, Tensor]:
+    def forward(self, tokens: Tensor, *, gate: Tensor) -> Mapping[str, Tensor]:  # type: ignore[override]
         shape = self.shape
         hidden: Tensor = self.embedding(tokens)
         riding = hidden.mean()
         first: Tensor | None = None
-        for number, block in enumerate(self.blocks):
+        for number, (block, (_, between)) in enumerate(zip(self.blocks, shape.blocks, strict=True)):
             last = number + 1 == len(self.blocks)
             wanted = shape.extra == "every block" or (shape.extra == "last block" and last)
             given: object = (hidden, riding) if shape.tuples else hidden
@@ -137,7 +142,7 @@ class Model(nn.Module):
             first = hidden if first is None else first
             if self.aside is not None and number == 0:
                 self.aside(hidden)
-            match shape.between[number]:
+            match between:
                 case "nothing":
                     pass
                 case "function":
@@ -150,26 +155,61 @@ class Model(nn.Module):
                     hidden = F.dropout(hidden, 0.1, self.training)
         if shape.skip and first is not None:
             hidden = hidden + first
-        logits = self.head(hidden)
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        return {"loss": loss, "riding": riding}
+        return {"loss": self.loss(hidden, tokens), "riding": riding}
 
 
-def random_model(shape: Shape, *, seed: int = 0) -> nn.Module:
-    with seeded(seed):
-        model = Model(shape).train()
-    for number, parameter in enumerate(model.parameters()):
-        if shape.frozen and number % shape.frozen == 0:
-            parameter.requires_grad_(False)
-    return model.to(device())
+def subject(shape: Shape) -> Subject:
+    return Subject(partial(Model, shape), batch_of)
 
 
-def random_batch(step: int) -> Mapping[str, Tensor]:
+def batch_of(step: int) -> Batch:
     generator = torch.Generator().manual_seed(step)
-    made: Mapping[str, Tensor] = moved_to_device(
-        {
-            "tokens": torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator),
-            "gate": torch.rand(BATCH, SEQUENCE, 1, generator=generator),
-        }
-    )
-    return made
+    return {
+        "tokens": tokens_of(step),
+        "gate": torch.rand(BATCH, SEQUENCE, 1, generator=generator),
+    }
+
+
+kinds = st.sampled_from(get_args(BlockKind))
+between = st.sampled_from(("nothing", *get_args(Between)))
+shapes = st.builds(
+    Shape,
+    blocks=st.lists(st.tuples(kinds, between), min_size=2, max_size=5).map(tuple),
+    frozen=st.sampled_from((0, 0, 2, 3, 5)),
+    dropout=st.sampled_from((0.0, 0.1)),
+    **dict.fromkeys(("extra", "skip", "tuples", "aside", "tie", "unused"), ...),  # of its type
+)
+
+
+def assert_trains_like_plain(shape: Shape, seed: int, folder: Path) -> None:
+    """All of the plan is drawn from the seed."""
+    rng = random.Random(seed)
+    tiers: tuple[TierName, ...] = rng.choice((("disk",), ("host",), ("disk", "host")))
+    micro_batches = rng.choice((1, 1, 2))
+    looking: list[Looking | None] = [None, torch.no_grad, torch.inference_mode]
+    looks = (rng.choice(looking), rng.choice(looking))
+    updates: Updates = rng.choice(("in backward", "after backward"))
+    alone = updates == "in backward" and micro_batches == 1
+    own = subject(shape)
+    units = mixed(own.units(), rng, *tiers, stepped=alone)
+    pieces = rng.choice((1_000, 20_000, 10**9))
+    ahead = updates == "after backward" and micro_batches == 1 and rng.random() < 0.5
+
+    def plan(model: nn.Module) -> Plan:
+        settings = {"piece_bytes": pieces, "micro_batches": micro_batches, "updates": updates}
+        found = plan_for(model, units, **settings)
+        return speculative(found) if ahead else found
+
+    Scenario(
+        model=own,
+        plan=plan,
+        script=Loop(num_steps=NUM_STEPS, micro_batches=micro_batches, looks=looks),
+        groups=one_group,
+        options={"lane_delay": delays(seed) if rng.random() < 0.5 else None},
+    ).assert_like_plain(folder, restored)
+
+
+# Every example is a training run: what shrinking would take is better spent on other examples.
+steady = settings(
+    suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.generate]
+)

@@ -76,6 +76,7 @@ class Loop:
 
     name: str = "llama"
     factory: Factory = ADAMW
+    groups: Groups = one_group
     num_steps: int = STEPS
     micro_batches: int = 1
     clips: bool = False
@@ -83,6 +84,7 @@ class Loop:
     compiled: str = ""  # a backend of torch.compile's, for the blocks; empty: they are plain
     between: scenario.Hook | None = None  # backward and the optimizer's step, which is after it
     after: scenario.Hook | None = None
+    resumes: bool = False  # from files half-way, under the last of its plans
 
     @property
     def subject(self) -> Subject:
@@ -194,32 +196,41 @@ def played(run: RanksRun, script: Script) -> Outcome:
     return run.outcome()
 
 
-def with_norms(run: RanksRun, loop: Loop) -> Outcome:
-    run.factor = 1 / loop.micro_batches
-    found = played(run, loop.script)
+def with_norms(run: RanksRun, script: scenario.Loop) -> Outcome:
+    run.factor = 1 / script.micro_batches
+    found = played(run, script)
     return replace(found, losses=[*found.losses, *run.norms])
 
 
 def ddp(rank: int, count: int, loop: Loop) -> Outcome:
-
     def build(model: nn.Module) -> None:
-        if loop.double:
-            model.double()
+        if (change := loop.subject.change) is not None:
+            change(model)
         units = described(loop.name) if loop.compiled else ()
         blocks = {u.name: model.get_submodule(u.name) for u in units if u.kind == "block"}
         if blocks:
             compile_each(blocks, backend=loop.compiled)
 
     subject = replace(loop.subject, change=build)
-    return with_norms(in_ddp(subject, rank, count, loop.factory), loop)
+    return with_norms(in_ddp(subject, rank, count, loop.factory, groups=loop.groups), loop.script)
 
 
-def planned(rank: int, count: int, loop: Loop, plan: Plan, spill: Path) -> Outcome:
-    spill = spill / str(rank)
-    spill.mkdir(exist_ok=True)
-    factory = loop.factory
-    run = under_plan(loop.subject, rank, count, lambda _: plan, folder=spill, optimizer=factory)
-    found = with_norms(run, loop)
+def planned(
+    rank: int, count: int, loop: Loop, plan: Plan, spill: Path, *, resumes: bool = False
+) -> Outcome:
+    folder = spill / str(rank)
+    folder.mkdir(exist_ok=True)
+
+    def start(seed: int = 0) -> RanksRun:
+        options: dict[str, Any] = {"groups": loop.groups, "optimizer": loop.factory, "seed": seed}
+        return under_plan(loop.subject, rank, count, lambda _: plan, folder=folder, **options)
+
+    def half_way(run: Run, step: int) -> None:
+        if resumes and step == loop.num_steps // 2:
+            scenario.go_on(run, ended(run, lambda _: start(7)), "files", spill)
+
+    run = start()
+    found = with_norms(run, replace(loop.script, before=half_way))
     restore(run.model)
     restored = copied(run.model.state_dict())
     assert list(differences(restored, found.parameters, "restored")) == []
@@ -232,41 +243,12 @@ def compared(
     """By plan, where its training differs from DistributedDataParallel's."""
     with _backend(loop.compiled):
         expected = ddp(rank, count, loop)
-        made = [planned(rank, count, loop, plan, spill) for plan in plans]
+        resumed = [loop.resumes and plan is plans[-1] for plan in plans]
+        made = [
+            planned(rank, count, loop, plan, spill, resumes=resumes)
+            for plan, resumes in zip(plans, resumed, strict=True)
+        ]
         return [list(differing(found, expected, 0.0)) for found in made]
-
-
-def compared_and_resumed(
-    subject: Subject,
-    groups: Groups,
-    factory: Factory,
-    rank: int,
-    count: int,
-    plans: Sequence[Plan],
-    folder: Path,
-) -> list[list[str]]:
-    """The same of a subject's four steps; under the last plan they go on from files half-way."""
-    plain = in_ddp(subject, rank, count, factory, groups=groups)
-    expected = played(plain, scenario.Loop(num_steps=4))
-    found: list[list[str]] = []
-    spill = folder / str(rank)
-    spill.mkdir(exist_ok=True)
-    for plan in plans:
-
-        def again(seed: int = 0, own: Plan = plan) -> RanksRun:
-            options: dict[str, Any] = {"groups": groups, "optimizer": factory, "seed": seed}
-            return under_plan(subject, rank, count, lambda _: own, folder=spill, **options)
-
-        def half_way(run: Run, step: int, resumes: bool = plan is plans[-1]) -> None:
-            if resumes and step == 2:
-                scenario.go_on(run, ended(run, lambda _: again(7)), "files", folder)
-
-        run = again()
-        outcome = played(run, scenario.Loop(num_steps=4, before=half_way))
-        restore(run.model)
-        restored = differences(copied(run.model.state_dict()), expected.parameters, "restored")
-        found.append([*differing(outcome, expected, 0), *restored])
-    return found
 
 
 def _backend(name: str) -> AbstractContextManager[object]:
@@ -305,11 +287,9 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def several(loop: Loop, units: Sequence[UnitPlan], count: int, **options: Any) -> Plan:
     updates = "after backward" if loop.clips or loop.between else "in backward"
-    plan = plan_for(loop.subject.build(), units)
     own = {"num_devices": count, "updates": updates, "micro_batches": loop.micro_batches}
-    if loop.compiled:
-        own["workload"] = replace(plan.workload, compile="blocks")
-    return with_settings(plan, **{**own, **options})
+    own["compile"] = "blocks" if loop.compiled else ""
+    return plan_for(loop.subject.build(), units, **{**own, **options})
 
 
 def in_turn(name: str, *places: Placement) -> tuple[UnitPlan, ...]:

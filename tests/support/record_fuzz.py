@@ -201,24 +201,18 @@ PIECES = (b"[", b"{", b"- ", b": ", b"\0", b"\xff", b"9" * 50, b"&a ", b"*a", b"
 
 
 def _bytes_changed(text: str, rng: random.Random) -> str:
+    """Some bytes are gone, up to all that follow, and others in their place."""
     content = bytearray(text.encode())
     for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(content) + 1)
-        what = rng.randrange(6)
-        if what == 0 and at < len(content):
-            content[at] ^= 1 << rng.randrange(8)
-        elif what == 1:
-            del content[at : at + rng.choice((1, 5, 200))]
-        elif what == 2:
-            piece = rng.choice(PIECES)
-            content[at:at] = piece * rng.choice((1, 1, 1, 100))
-        elif what == 3:
-            start = rng.randrange(len(content) + 1)
-            content[at:at] = content[start : start + rng.choice((3, 40, 500))]
-        elif what == 4:
-            del content[at:]
-        else:
-            content[at : at + 1] = bytes((rng.randrange(256),))
+        at, start = (rng.randrange(len(content) + 1) for _ in range(2))
+        gone = rng.choice((0, 0, 0, 1, 1, 5, 200, len(content)))
+        some = (
+            b"",
+            bytes((rng.randrange(256),)),
+            rng.choice(PIECES) * rng.choice((1, 1, 1, 100)),
+            bytes(content[start : start + rng.choice((3, 40, 500))]),
+        )
+        content[at : at + gone] = rng.choice(some)
     return content.decode("utf-8", "surrogateescape")
 
 
@@ -281,21 +275,13 @@ def _list(document: Json, rng: random.Random) -> None:
     if place := _place(document, rng, (list,)):
         holder, key = place
         items = holder[key]
-        what = rng.randrange(7)
-        if what == 0:
-            items.clear()
-        elif what == 1:
-            items.reverse()
-        elif what == 2:
-            rng.shuffle(items)
-        elif items and what == 3:
-            items.pop(rng.randrange(len(items)))
-        elif items and what == 4:
-            items.append(copy.deepcopy(rng.choice(items)))
-        elif items and what == 5:
-            items *= rng.choice((2, 10, 100))
-        elif items:
-            items[:] = [items[0]]
+        once_more = copy.deepcopy(rng.sample(items, min(1, len(items))))
+        holder[key] = rng.choice(
+            (
+                *([], items[::-1], rng.sample(items, len(items)), items[1:], items[:-1]),
+                *(items[:1], items + once_more, items * rng.choice((2, 10, 100))),
+            )
+        )
 
 
 def _numbers(document: Json, rng: random.Random) -> None:
@@ -308,44 +294,48 @@ def _numbers(document: Json, rng: random.Random) -> None:
                 holder[other] = value
 
 
+OF_UNITS: dict[tuple[str, ...], Sequence[Json]] = {
+    ("names",): ("m.0-1", "m.0-99", "m.0-1001", "m.0-99999", "m.5-2"),
+    ("used_by",): ([], [0], [0, 1, 2, 3], [3]),
+    ("activations",): [text for text in TEXTS if "to" in text or "rec" in text],
+    ("states",): [text for text in TEXTS if "off" in text or "buf" in text],
+    ("forward_lead", "backward_lead", "swap_lead", "swap_drain", "update_drain"): (
+        *(0, 0.5, 1, 1.999999, 5, 1000.5, 19999, "end"),
+    ),
+    ("parameter_pieces", "gradient_pieces", "swap_pieces"): (
+        *([], [0], [1, 2], [2**40] * 9, [0] * 1000),
+    ),
+}
+OF_STEPS: dict[str, Sequence[Json]] = {
+    "piece_bytes": (1, 2, 1000, 10**5, 10**6, 2**23, 2**60),
+    "micro_batches": (1, 2, 1000, 10**6),
+    "updates": ("in backward", "after backward"),
+}
+OF_GROUPS: dict[str, Sequence[Json]] = {
+    "num_devices": (1, 2, 3, 8, 100, 99_999, 100_000),
+    "num_nodes": (1, 2, 4, 8, 100_000),
+    "num_replicas": (1, 2, 8, 100),
+}
+
+
 def _units(document: Json, rng: random.Random) -> None:
     """Long runs, other names, other decisions."""
     units = document.get("units") if isinstance(document, dict) else None
-    if not isinstance(units, list) or not units:
-        return
-    entry = rng.choice(units)
-    if not isinstance(entry, dict):
-        return
-    what = rng.randrange(6)
-    if what == 0:
-        entry.pop("name", None)
-        entry["names"] = rng.choice(("m.0-1", "m.0-99", "m.0-1001", "m.0-99999", "m.5-2"))
-    elif what == 1:
-        entry["used_by"] = rng.choice(([], [0], list(range(len(units))), [len(units) - 1]))
-    elif what == 2:
-        entry["activations"] = rng.choice([text for text in TEXTS if "to" in text or "rec" in text])
-    elif what == 3:
-        entry["states"] = rng.choice([text for text in TEXTS if "off" in text or "buf" in text])
-    elif what == 4:
-        for key in ("forward_lead", "backward_lead", "swap_lead", "swap_drain", "update_drain"):
-            entry[key] = rng.choice((0, 0.5, 1, 1.999999, 5, 1000.5, 19999, "end"))
-    else:
-        for key in ("parameter_pieces", "gradient_pieces", "swap_pieces"):
-            entry[key] = rng.choice(([], [0], [1, 2], [2**40] * 9, [0] * 1000))
+    if isinstance(units, list) and units and isinstance(entry := rng.choice(units), dict):
+        keys = rng.choice(list(OF_UNITS))
+        if keys == ("names",):
+            entry.pop("name", None)
+        entry.update({key: rng.choice(OF_UNITS[keys]) for key in keys})
 
 
 def _settings(document: Json, rng: random.Random) -> None:
     """Settings of a whole step."""
-    if isinstance(document, dict) and "piece_bytes" in document:
-        document["piece_bytes"] = rng.choice((1, 2, 1000, 10**5, 10**6, 2**23, 2**60))
-        document["micro_batches"] = rng.choice((1, 2, 1000, 10**6))
-        document["num_devices"] = rng.choice((1, 2, 3, 8, 100, 99_999, 100_000))
-        document["num_nodes"] = rng.choice((1, 2, 4, 8, 100_000))
-        document["num_replicas"] = rng.choice((1, 2, 8, 100))
-        document["updates"] = rng.choice(("in backward", "after backward"))
-        document["budgets"] = {
-            tier: rng.choice((0, 1, 2**30, 2**60)) for tier in ("device", "host", "disk")
-        }
+    settings = document.get("settings") if isinstance(document, dict) else None
+    if isinstance(settings, dict):
+        settings.update({key: rng.choice(values) for key, values in OF_STEPS.items()})
+        settings["group"] = {key: rng.choice(values) for key, values in OF_GROUPS.items()}
+        tiers = ("device", "host", "disk")
+        document["budgets"] = {tier: rng.choice((0, 1, 2**30, 2**60)) for tier in tiers}
 
 
 _text = _setting(TEXTS, (str,))

@@ -30,6 +30,7 @@ from protrain_runtime.contract.records.plan import (
     Updates,
 )
 from protrain_runtime.contract.records.profile import Profile
+from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import MB, decoder, drafted, gpu, random_profile
 from tests.support.random_problems import random_units
 
@@ -127,8 +128,7 @@ def stages_step(stage: int | None = None, *, micro_batches: int = 8) -> Step:
         units = [problem.unit_plan(unit, *decided) for unit, decided in enumerate(decisions)]
         plan = drafted(profile, units, budgets, problem.settings)
         peaks = peak_bytes(problem.program(units))
-        prediction = replace(plan.prediction, peak_bytes=peaks)
-        stages.append(planned(problem, runs, replace(plan, prediction=prediction)))
+        stages.append(planned(problem, runs, with_settings(plan, peak_bytes=peaks)))
     found = pipelined(pipeline, stages)
     return simulated(found.plan(found.step_seconds / 1.04), profile, stage)
 

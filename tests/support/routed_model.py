@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain_runtime import prepare
 from protrain_runtime.contract.records.plan import KEEP, PERSISTENT, Placement, Plan, UnitPlan
-from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import ADAMW, copied, device, differences, plan_for
 
 SHARED: tuple[Placement, ...] = (PERSISTENT, Placement(tier="device"), Placement(tier="disk"))
@@ -68,8 +67,7 @@ def plan_of(model: nn.Module, count: int, places: tuple[Placement, ...], **optio
             [*names, ("head", ("head.bias", "head.weight"))]
         )
     ]
-    plan = plan_for(model, units, piece_bytes=2000)
-    return with_settings(plan, num_devices=count, **options)
+    return plan_for(model, units, piece_bytes=2000, num_devices=count, **options)
 
 
 def made(

@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import os
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,6 @@ from transformers import (
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.models.building import seeded
-from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.models.sources import load_source
 from protrain_plan.profiling.memory.saved import saved_bytes
 from protrain_plan.profiling.structure.discovery import discover
@@ -51,11 +51,8 @@ from protrain_runtime.contract.records.plan import (
     UnitPlan,
 )
 from protrain_runtime.contract.records.profile import (
-    DType,
     Form,
-    Precision,
     Profile,
-    Quantize,
     Workload,
 )
 from protrain_runtime.devices import device as devices
@@ -63,6 +60,7 @@ from protrain_runtime.diagnostics.matching import model_fingerprint
 from protrain_runtime.states.compositions import Composition, is_composed
 from tests.support.estimates import measure
 from tests.support.functional_model import FunctionalStack
+from tests.support.plan_settings import with_settings
 
 VOCABULARY = 256
 BATCH, SEQUENCE = 4, 64
@@ -82,39 +80,11 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     return path
 
 
-def profiled_here(
-    source: str,
-    spill: Path,
-    *,
-    dtype: DType = "float32",
-    precision: Precision = "pure",
-    batch_size: int = BATCH,
-    seq_len: int = SEQUENCE,
-    num_steps: int = 1,
-    adapter: str = "",
-    quantize: Quantize = "",
-    optimizer: str = DEFAULT_OPTIMIZER,
-    allow: tuple[str, ...] = (),
-) -> Profile:
+def profiled_here(source: str, spill: Path, **options: Any) -> Profile:
     """A measured profile of a small model, whose seconds do not matter."""
-    return measure(
-        load_source(source),
-        batch_size=batch_size,
-        seq_len=seq_len,
-        dtype=dtype,
-        precision=precision,
-        device="cpu",
-        seed=0,
-        adapter=adapter,
-        quantize=quantize,
-        optimizer=optimizer,
-        allow=allow,
-        num_steps=num_steps,
-        spill_directory=spill,
-        text=None,
-        progress=lambda *_: None,
-        machine=load_hardware("cpu"),
-    )
+    usual = {"batch_size": BATCH, "seq_len": SEQUENCE, "dtype": "float32", "num_steps": 1}
+    given = {**usual, **options, "spill_directory": spill, "machine": load_hardware("cpu")}
+    return measure(load_source(source), device="cpu", **given)
 
 
 # --- the device -----------------------------------------------------------------------------------
@@ -494,13 +464,13 @@ def plan_of(
     units: Iterable[UnitPlan],
     *,
     fingerprint: str,
-    workload: Workload | None = None,
-    piece_bytes: int = 20_000,
+    workload: Workload = WORKLOAD,
+    **settings: Any,
 ) -> Plan:
-    """A plan that promises nothing: its decisions are what is tested."""
+    """A plan that promises nothing, in small pieces: its decisions are what is tested."""
     nothing = TierBytes(device=0, context=0, host=0, disk=0)
-    return Plan(
-        workload=workload or WORKLOAD,
+    plan = Plan(
+        workload=workload,
         hardware="",
         optimizer="adamw",
         profile_fingerprint="",
@@ -509,19 +479,31 @@ def plan_of(
         budgets=Budgets(device=0, host=0, disk=0),
         prediction=Prediction(step_seconds=1, lower_bound_seconds=1, peak_bytes=nothing),
         units=tuple(units),
-        settings=StepSettings(piece_bytes=piece_bytes),
+        settings=StepSettings(piece_bytes=20_000),
     )
+    return with_settings(plan, **settings)
 
 
-def plan_for(model: nn.Module, units: Iterable[UnitPlan], *, piece_bytes: int = 20_000) -> Plan:
+def plan_for(model: nn.Module, units: Iterable[UnitPlan], /, **settings: Any) -> Plan:
     """A plan that `prepare` takes for this model, in pieces far smaller than its chunks."""
-    return plan_of(units, fingerprint=model_fingerprint(model), piece_bytes=piece_bytes)
+    return plan_of(units, fingerprint=model_fingerprint(model), **settings)
+
+
+def plan_for_profile(profile: Profile, units: Iterable[UnitPlan], **settings: Any) -> Plan:
+    """A plan for the model that was profiled."""
+    fingerprint, workload = profile.model_fingerprint, profile.workload
+    return plan_of(units, fingerprint=fingerprint, workload=workload, **settings)
 
 
 def delays(seed: int) -> Callable[[], float]:
     """Up to two milliseconds before every transfer and update: more than a slot computes."""
     rng = random.Random(seed)
     return lambda: rng.random() * 0.002
+
+
+def slow_updates() -> float:
+    """Seconds before each item of a lane: updates are what a step would wait for."""
+    return 0.01 if threading.current_thread().name.startswith("protrain update") else 0.0
 
 
 # --- training -------------------------------------------------------------------------------------

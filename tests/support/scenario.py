@@ -29,7 +29,6 @@ from protrain_runtime.diagnostics.recording import StepMemory, measure_step
 from protrain_runtime.engine.engine import Engine, Observer
 from protrain_runtime.model.prepared import engine_of
 from protrain_runtime.states.stand_ins import ConsumedGradient, OffloadedGradient
-from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -263,7 +262,7 @@ class Scenario:
             return self.plan(model)
         given = self.units
         units = given(self.subject.units()) if callable(given) else given or self.subject.units()
-        return with_settings(plan_for(model, units, piece_bytes=self.piece_bytes), **self.settings)
+        return plan_for(model, units, **{"piece_bytes": self.piece_bytes, **self.settings})
 
     def start(self, folder: Path | None = None, *, seed: int = 0) -> Run:
         """A run under the plan, which spills into `folder`; plainly, without one."""

@@ -29,9 +29,7 @@ from protrain_runtime.contract.records.plan import (
     Updates,
 )
 from protrain_runtime.contract.records.profile import Form, Precision, Workload
-from protrain_runtime.diagnostics.matching import model_fingerprint
 from tests.support.pairwise import Impossible, Row
-from tests.support.plan_settings import with_settings
 from tests.support.runtime_cases import (
     ADAMW,
     CATALOGUE,
@@ -47,7 +45,7 @@ from tests.support.runtime_cases import (
     device,
     offloads,
     on_device,
-    plan_of,
+    plan_for,
     random_schedule,
     speculative,
     units_of,
@@ -235,13 +233,11 @@ def plan_of_row(
         for unit in units(row["model"], row["trained"])
     ]
     updates: Updates = "in backward" if row["updates"] == "in backward" else "after backward"
-    plan = with_settings(
-        plan_of(
-            decided,
-            fingerprint=model_fingerprint(model),
-            workload=workload(row),
-            piece_bytes=3_000 if row["pieces"] == "small" else 10**9,
-        ),
+    plan = plan_for(
+        model,
+        decided,
+        workload=workload(row),
+        piece_bytes=3_000 if row["pieces"] == "small" else 10**9,
         updates=updates,
         micro_batches=int(row["micro-batches"]),
     )
