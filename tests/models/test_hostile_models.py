@@ -64,7 +64,12 @@ def is_right(model: Hostile, verdict: Verdict) -> bool:
 
 
 @pytest.mark.parametrize(  # at night all of them
-    "name", ["flow: turned", "checkpoints: hooks, attribute 'calls'"]
+    "name",
+    [
+        "flow: turned",
+        "checkpoints: hooks, attribute 'calls'",
+        "peaks: parameters of many pieces",
+    ],
 )
 def test_trains_like_plain_or_is_refused_under_mixed_decisions(name: str) -> None:
     assert_right(name, ["mixed"])

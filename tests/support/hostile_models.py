@@ -1410,6 +1410,16 @@ HOSTILE: dict[str, Hostile] = {
     ),
     "peaks: first to last of equal blocks": Hostile(stack(ENDS_IN_NORM, 5, run=first_to_last)),
     "peaks: embedding again": Hostile(stack(depth=5, run=first_again), above=SLACK_BYTES),
+    "peaks: parameters of many pieces": Hostile(
+        stack(
+            does(
+                lambda b, x: x + b.down(torch.tanh(b.up(x))),
+                up=lambda: nn.Linear(WIDTH, 8192),
+                down=lambda: nn.Linear(8192, WIDTH),
+            ),
+            3,
+        )
+    ),
     "peaks: two outputs": Hostile(
         stack(does(two_outputs), 5, run=to_the_next_but_one), above=20_000
     ),

@@ -48,6 +48,9 @@ from protrain_runtime.contract.records.profile import FormCost, OptimizerCost, P
 PINNED: frozenset[StateTier] = frozenset({"host"})
 """Tiers that an accelerator copies from, in regions of whole pages."""
 
+SCALARS_BYTES = 12
+"""The most scalars of a parameter that an optimizer of PyTorch keeps: ASGD's step, eta and mu."""
+
 STATE_REGIONS = 3
 """Most separate optimizer states of a chunk: float32 parameters and AdamW's two."""
 
@@ -345,6 +348,10 @@ class Implications:
             # left: one at a time comes back.
             workspace = max(option.gradients.pieces)
         live_ranges = _chunk_live_ranges(option, index, self.recorded, self.settings)
+        if option.num_updates > 1 and not is_accelerator(self.device):
+            # The optimizer of each piece, kept from step to step, has scalars of its own.
+            scalars = SCALARS_BYTES * (option.num_updates - 1)
+            live_ranges.append(LiveRange("states", index, 0, 2 * len(self.chunks), scalars))
         if optimizer.at_once and decision.is_persistent:
             # Not that of the largest chunk, but that of all of them together.
             end = 2 * len(self.chunks)
