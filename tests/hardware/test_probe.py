@@ -206,7 +206,8 @@ def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path, assert_says: 
 def test_a_device_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ProtrainError) as caught:
         probe("cuda", spill_directory=tmp_path)
-    here = torch.accelerator.current_accelerator()  # the emulated one, where others use it
+    # The emulated one, where others use it.
+    here = torch.accelerator.current_accelerator(check_available=True)
     others = f", and has one of type '{here.type}'" if here else ""
     assert str(caught.value) == (
         f"this machine has no device of type 'cuda' that torch can use{others}\n"

@@ -44,7 +44,9 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-_GENERATOR: Callable[..., Any] = pytorch._checkpoint_without_reentrant_generator
+_OLD, _NEW = (f"_checkpoint_without_reentrant_generator{suffix}" for suffix in ("", "_impl"))
+_CALLED = _NEW if hasattr(pytorch, _NEW) else _OLD  # by `checkpoint`: the former since 2.14
+_GENERATOR: Callable[..., Any] = getattr(pytorch, _CALLED)
 _REENTRANT = pytorch.CheckpointFunction
 
 
@@ -52,7 +54,7 @@ _REENTRANT = pytorch.CheckpointFunction
 def replaced(decides: Decides) -> Iterator[None]:
     """Replace the checkpoints that `decides` selects, in this thread."""
     # Importers hold `checkpoint` itself, which looks these up in each call.
-    pytorch._checkpoint_without_reentrant_generator = _without_reentrance  # type: ignore[assignment]
+    setattr(pytorch, _CALLED, _without_reentrance)
     _REENTRANT.apply = _reentrant  # type: ignore[method-assign]
     before, _HERE.decides = _HERE.decides, decides
     try:
@@ -71,11 +73,10 @@ def _is_replaced(function: object) -> bool:
     return decides is not None and torch.is_grad_enabled() and decides(function)
 
 
-def _without_reentrance(
-    function: object, preserve: bool = True, *args: object, **kwargs: object
-) -> Any:
+def _without_reentrance(function: object, *args: Any, **kwargs: Any) -> Any:
     if not _is_replaced(function):
-        return _GENERATOR(function, preserve, *args, **kwargs)
+        return _GENERATOR(function, *args, **kwargs)
+    preserve: bool = kwargs["preserve_rng_state"] if _CALLED == _NEW else args[0]
     return _once(preserve, reentrant=False)
 
 
