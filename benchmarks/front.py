@@ -128,7 +128,7 @@ def answered(
     within = Budgets(device=round(least * (card / least) ** share), **below)
     problem = Problem.of(profile, within, settings=settings)
     started = time.process_time()
-    answer = solve_problem(problem, within)
+    answer = solve_problem(problem)
     taken = time.process_time() - started
     if isinstance(answer, Infeasible):
         return {"status": "infeasible", "device": within.device}

@@ -61,7 +61,6 @@ class Solved:
 
     @property
     def uses_disk(self) -> bool:
-        """Whether the plan keeps anything on disk."""
         return self.plan.prediction.peak_bytes.disk > 0
 
 

@@ -31,7 +31,7 @@ MODES: tuple[tuple[Updates, int], ...] = (
 SHARES = (-0.05, 0.01, 0.1, 0.3, 0.6, 1.0)  # from just too small, on the way to everything kept
 
 
-def problem_of(number: int) -> tuple[Problem, Budgets]:
+def problem_of(number: int) -> Problem:
     rng = random.Random(number)
     profile, group = random_profile(rng, max_blocks=5), ALONE
     if number % 3 == 2:
@@ -45,7 +45,7 @@ def problem_of(number: int) -> tuple[Problem, Budgets]:
     least, share = least_bytes(problem), SHARES[number // 2 % len(SHARES)]
     device = round(least + (kept_bytes(problem) - least) * share)
     budgets = replace(ample, device=device + profile.hardware.device.context_bytes)
-    return Problem.of(profile, budgets, settings=settings), budgets
+    return Problem.of(profile, budgets, settings=settings)
 
 
 def decided(plan: Plan) -> list[str]:
@@ -67,8 +67,7 @@ def slots(lead: float | None) -> str:
 
 
 def answer(number: int) -> dict[str, Any]:
-    problem, budgets = problem_of(number)
-    outcome = solve_problem(problem, budgets)
+    outcome = solve_problem(problem_of(number))
     match outcome:
         case Infeasible():
             return {"short of": outcome.tier, "by": outcome.shortfall_bytes}

@@ -422,7 +422,7 @@ def test_a_pipeline_with_clipping_waits_for_the_norm_and_repeats_no_update() -> 
         for s in (0, 1):
             runs = line.runs((2, 4), s)
             problem = line.problem(runs, s)
-            found = solve_problem(problem, line.budgets)
+            found = solve_problem(problem)
             assert isinstance(found, Solved)
             assert not found.plan.prediction.clipped_step_seconds
             stages.append(planned(problem, runs, found.plan))

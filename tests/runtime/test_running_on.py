@@ -532,7 +532,7 @@ def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(
     def solved(device: int, *pins: str) -> Solved | Infeasible:
         budgets = Budgets(device=device, host=0, disk=0)
         found = Problem.of(nothing_below, budgets, pins=[parse_pin(pin) for pin in pins])
-        return solve_problem(found, budgets)
+        return solve_problem(found)
 
     at_the_step, anyhow = solved(0, "*: persistent"), solved(0)
     assert isinstance(at_the_step, Infeasible)

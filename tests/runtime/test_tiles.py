@@ -880,7 +880,7 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak(
         settings = replace(OVERLAPPING, piece_bytes=PIECE_BYTES)
         pins = (parse_pin("layers.*: keep"),)
         problem = Problem.of(profile, budgets, pins=pins, allow=allow, settings=settings)
-        found = solve_problem(problem, budgets)
+        found = solve_problem(problem)
         assert isinstance(found, Solved)
         return found
 

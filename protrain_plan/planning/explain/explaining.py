@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import pulp
 
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.problem import Choice, Problem, misfit
+from protrain_plan.planning.model.problem import Choice, Problem, checked
 from protrain_plan.planning.outcome import SearchStage
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.errors import ProtrainError
@@ -153,9 +153,10 @@ def explain(profile: Profile, plan: Plan, search: Sequence[SearchStage] = ()) ->
 
     ProtrainError if the profile lacks the plan's units or decisions, or exceeds its budgets.
     """
-    if (found := misfit(plan, profile)) is not None:
-        raise ProtrainError(found.problem, fix="plan again")
-    problem = Problem.of_plan(plan, profile)
+    try:
+        problem = checked(plan, profile)
+    except ProtrainError as error:
+        raise ProtrainError(error.message, fix="plan again") from None
     choice = problem.choice_of(plan.units)
     explainer = _Explainer(problem, choice, gap=plan.gap)
     # Blocks of one class with the same decisions; a part is its own group.
@@ -251,10 +252,7 @@ def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
 
 def _lane_limits(model: Fluid, choice: Choice) -> list[LaneLimit] | None:
     """Lanes' shares of a step with these decisions, fixed from now on; None if HiGHS fails."""
-    for unit, (activation, state) in enumerate(choice):
-        for taken, decisions in ((activation, model.activations), (state, model.states)):
-            for number, decision in enumerate(decisions[unit]):
-                decision.bounds(float(number == taken), float(number == taken))
+    model.fix(choice)
     if not _solved(model.pulp):
         return None
     shares = sorted(_shares(model).items(), key=lambda item: -item[1])
@@ -293,11 +291,8 @@ def _worth_of_slots(model: Fluid) -> Iterator[MemoryLimit]:
                 continue
             run = list(units)
             inside = [names[unit] for unit in run]
-            words = inside[0]
-            if len(inside) > 1:
-                words = f"{inside[0]} to {inside[-1]}"
-                if len(list(runs(inside, [None] * len(inside)))) == 1:
-                    words = fold(inside[0], inside[-1])
+            is_run = len(list(runs(inside))) == 1
+            words = fold(inside[0], inside[-1]) if is_run else f"{inside[0]} to {inside[-1]}"
             yield MemoryLimit(
                 resource="device",
                 seconds_per_gib=sum(seconds[unit] for unit in run),
@@ -321,7 +316,7 @@ def _shares(model: Fluid) -> dict[str, float]:
         for _, state, y in model.each_state()
         if state.gradients or state.scattered
     }
-    decisions = {y.name for of_unit in (*model.activations, *model.states) for y in of_unit}
+    decisions = {one.name for _, one, _ in model.each()}
     shares: dict[str, float] = defaultdict(float)
     for row in model.pulp.constraints():
         if abs(row.pi) < NEGLIGIBLE:
@@ -457,11 +452,10 @@ class _Explainer:
 
     def _burden(self, option: ActivationOption | StateOption) -> _Burden:
         """Without the device's own update: moving states elsewhere is not a means to save it."""
-        seconds = self.problem.lane_seconds
+        moved_s = sum(self.problem.lane_seconds.moved(option).values())
         if isinstance(option, ActivationOption):
-            moved = seconds.moved_activations(option)
-            return _Burden(option.cost.compute_s, sum(moved.values()), 0.0)
-        moved_s, update_s = sum(seconds.moved_states(option).values()), option.update_s
+            return _Burden(option.cost.compute_s, moved_s, 0.0)
+        update_s = option.update_s
         if option.decision.update_on_device:  # beside compute, in turns
             return _Burden(update_s, moved_s, 0.0)
         return _Burden(0.0, moved_s, update_s)
@@ -547,12 +541,9 @@ def _exceed(short: Shortfall) -> str:
 
 def units_text(names: Sequence[str]) -> str:
     """Names in runs, such as `layers.0-3, layers.7`; only the longest if there are many."""
-    found = list(runs(names, [None] * len(names)))
-    shown = sorted(sorted(found, key=len, reverse=True)[:MAX_RUNS], key=lambda run: run.start)
-    texts = [
-        fold(names[run.start], names[run.stop - 1]) if len(run) > 1 else names[run.start]
-        for run in shown
-    ]
+    longest = sorted(runs(names), key=len, reverse=True)[:MAX_RUNS]
+    shown = sorted(longest, key=lambda run: run.start)
+    texts = [fold(names[run[0]], names[run[-1]]) for run in shown]
     if rest := len(names) - sum(map(len, shown)):
         return f"{', '.join(texts)} and {rest} more"
     return listed(texts, "and")

@@ -164,17 +164,6 @@ class LinearProgram:
         return {name: float(duals[variable.index]) for name, variable in variables.items()}
 
 
-def solve(
-    model: pulp.LpProblem,
-    *,
-    integer: bool,
-    time_limit_s: float = inf,
-    max_nodes: int | None = None,
-    gap: float = 0.0,
-    target: float = -inf,
-    stopped: Stopped | None = None,
-) -> Solution:
-    """Minimise `model` once; arguments as of `LinearProgram.solve`."""
-    return LinearProgram(model, interior=not integer, stopped=stopped).solve(
-        integer=integer, time_limit_s=time_limit_s, max_nodes=max_nodes, gap=gap, target=target
-    )
+def relaxed(model: pulp.LpProblem, *, stopped: Stopped | None = None) -> Solution:
+    """The minimum of `model`'s linear relaxation, found once."""
+    return LinearProgram(model, interior=True, stopped=stopped).solve()

@@ -120,7 +120,6 @@ class Point:
 
     @property
     def step_seconds(self) -> float:
-        """Predicted seconds of its step."""
         return self.solved.plan.prediction.step_seconds
 
 
@@ -224,12 +223,10 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of the predicted step."""
         return self.question.tokens / self.step_seconds if self.step_seconds else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Predicted seconds of the plan's step."""
         return self.solved.plan.prediction.step_seconds if self.solved else None
 
     def is_for_less(self, other: Question) -> bool | None:

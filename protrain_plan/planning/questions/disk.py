@@ -25,7 +25,6 @@ from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import Hint, proven, solve_any
 from protrain_plan.planning.search.choices import has_plan
 from protrain_plan.planning.search.improving import Effort
-from protrain_runtime.contract.records.plan import Budgets
 
 NEARLY = 1.05
 """A short search is followed by a long one where its plan takes up to so many times the limit: its
@@ -33,11 +32,7 @@ plans took 0.97 to 1.08 times as long in 13 problems, three of them more than th
 
 
 def solve_sparing(
-    problems: Sequence[Problem],
-    budgets: Budgets,
-    *,
-    effort: Effort | None = None,
-    hints: Sequence[Hint] = (),
+    problems: Sequence[Problem], *, effort: Effort | None = None, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """Answer as `solve_any` does, with the disk only if worthwhile (see the module)."""
     effort = effort or Effort()
@@ -48,10 +43,10 @@ def solve_sparing(
         or effort.solver != "milp"
         or not has_plan(without[0].speculating(), stopped=effort.late())
     ):
-        return solve_any(problems, budgets, effort=effort, hints=hints)
-    dry = solve_any(without, budgets, effort=effort.of_part("without the disk: "), hints=hints)
+        return solve_any(problems, effort=effort, hints=hints)
+    dry = solve_any(without, effort=effort.of_part("without the disk: "), hints=hints)
     if isinstance(dry, Infeasible):
-        return solve_any(problems, budgets, effort=effort, hints=hints)
+        return solve_any(problems, effort=effort, hints=hints)
     dry_s, dry_bound = _seconds(dry)
     wanted_s = min(effort.below_s, inf if effort.enough_s is None else effort.enough_s)
     gain = problems[0].settings.disk_gain
@@ -70,7 +65,7 @@ def solve_sparing(
             continue
         below_s = inf if is_long else limit_s * (1 + effort.gap_target)
         nearly = replace(effort, below_s=min(effort.below_s, below_s))
-        found = solve_any(problems, budgets, effort=nearly, hints=known)
+        found = solve_any(problems, effort=nearly, hints=known)
         assert isinstance(found, Solved), "a plan without the disk is one with it, too"
         found_s, bound = _seconds(found)
         known, known_s = [*known, found.plan.units], min(known_s, found_s)

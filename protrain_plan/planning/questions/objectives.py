@@ -27,7 +27,6 @@ from protrain_plan.planning.search.choices import has_plan, min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.forms import ROUNDING
-from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.units import format_bytes
 
 FIRST_STEP = 0.002
@@ -51,25 +50,25 @@ def ask(
     hints: Sequence[Hint] = (),
 ) -> Answer:
     """The answer to a question, from `hints`; points of a front are reported as found."""
-    problems, budgets = question.problems(), question.budgets
+    problems = question.problems()
     ours = replace(effort, solver="milp")  # baselines are for the fastest step
     answer = Answer(question=question)
     outcome: Solved | Infeasible
     if objective.max_slowdown is not None:
-        least = least_memory(problems, budgets, max_slowdown=objective.max_slowdown, effort=ours)
+        least = least_memory(problems, max_slowdown=objective.max_slowdown, effort=ours)
         if isinstance(least, Infeasible):
             outcome = least
         else:
             outcome, answer = least.solved, replace(answer, least_memory=least)
     elif objective.pareto_points is not None:
         points = objective.pareto_points
-        front = pareto(problems, budgets, num_points=points, effort=ours, report=report)
+        front = pareto(problems, num_points=points, effort=ours, report=report)
         if isinstance(front, Infeasible):
             outcome = front
         else:
             outcome, answer = front[-1].solved, replace(answer, front=front)
     else:
-        outcome = solve_sparing(problems, budgets, effort=effort, hints=hints)
+        outcome = solve_sparing(problems, effort=effort, hints=hints)
     if isinstance(outcome, Infeasible):
         if sharded := question.adding_shards():
             found = ask(sharded, objective, effort=effort, report=report, hints=hints)
@@ -94,7 +93,7 @@ def ask(
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
         unpinned = replace(question, pins=()).problems()
-        free = solve_sparing(unpinned, budgets, effort=ours, hints=[outcome.plan.units])
+        free = solve_sparing(unpinned, effort=ours, hints=[outcome.plan.units])
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
         answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
     problem = problem_of(outcome, problems)
@@ -103,14 +102,14 @@ def ask(
 
 
 def least_memory(
-    problems: Sequence[Problem], budgets: Budgets, *, max_slowdown: float, effort: Effort
+    problems: Sequence[Problem], *, max_slowdown: float, effort: Effort
 ) -> LeastMemory | Infeasible:
-    """The least device memory for a step of `max_slowdown` times the fastest within `budgets`.
+    """The least device memory for a step of `max_slowdown` times the fastest within the budgets.
 
     The fluid model's least budget at that speed is the bound and the start; plans for budgets above
     show the cost of whole moves.
     """
-    fastest = solve_sparing(problems, budgets, effort=effort)
+    fastest = solve_sparing(problems, effort=effort)
     if isinstance(fastest, Infeasible):
         return fastest
     fewest = problems[0]
@@ -126,8 +125,7 @@ def least_memory(
 
     def planned(device: int) -> bool:
         nonlocal best, best_bytes
-        smaller = replace(budgets, device=device + besides)
-        found = solve_sparing(within(problems, device), smaller, effort=inner, hints=hints)
+        found = solve_sparing(within(problems, device), effort=inner, hints=hints)
         if isinstance(found, Solved):
             hints.append(found.plan.units)
         if isinstance(found, Infeasible) or found.plan.prediction.step_seconds > limit_s:
@@ -163,13 +161,12 @@ def _needed(solved: Solved) -> int:
 
 def pareto(
     problems: Sequence[Problem],
-    budgets: Budgets,
     *,
     num_points: int,
     effort: Effort,
     report: Callable[[Point], None] | None = None,
 ) -> tuple[Point, ...] | Infeasible:
-    """Plans from the least memory up to `budgets`, each faster than the smaller ones.
+    """Plans from the least memory up to the budgets, each faster than the smaller ones.
 
     Budgets are in equal ratios between the least and the largest useful one; dominated plans are
     omitted. Each point is reported as found.
@@ -177,11 +174,11 @@ def pareto(
     problem = problems[0]  # with the fewest replicas, which need least
     lean = min_memory(problem, stopped=effort.spent)
     if lean is None or lean.bytes > problem.device:
-        found = solve_problem(problem, budgets, effort=effort)
+        found = solve_problem(problem, effort=effort)
         assert isinstance(found, Infeasible)
         return found
     besides = problem.profile.hardware.device.besides_bytes
-    plain: Choice = tuple((0, 0) for _ in problem.options)
+    plain: Choice = ((0, 0),) * problem.count
     largest = max(lean.bytes, min(problem.device, max(problem.static_bytes(plain))))
     points: list[Point] = []
     hints: Sequence[Hint] = ()
@@ -190,12 +187,7 @@ def pareto(
         device = round(lean.bytes * (largest / lean.bytes) ** share)
         if effort.spent() and points:
             break
-        found = solve_sparing(
-            within(problems, device),
-            replace(budgets, device=device + besides),
-            effort=effort,
-            hints=hints,
-        )
+        found = solve_sparing(within(problems, device), effort=effort, hints=hints)
         if isinstance(found, Infeasible):
             continue  # rounding of the least budget
         hints = (found.plan.units,)
@@ -269,4 +261,4 @@ def plain_bytes(problem: Problem) -> int:
     """Device bytes of plain PyTorch, with non-tensor bytes and DDP's buckets."""
     besides = problem.profile.hardware.device.besides_bytes
     buckets = bucket_bytes(problem.profile) if problem.settings.group.num_devices > 1 else 0
-    return max(problem.static_bytes(tuple((0, 0) for _ in problem.options))) + besides + buckets
+    return max(problem.static_bytes(((0, 0),) * problem.count)) + besides + buckets

@@ -154,7 +154,6 @@ class _FourParameterSearch:
         self.fastest: Evaluation | None = None
 
     def best(self) -> Evaluation | None:
-        """The fastest plan found."""
         coarse = sorted(self._coarse(), key=lambda n: self.problem.least_seconds(self.choice(n)))
         for numbers in coarse:
             if self.tried > self.limit // 2 or self.evaluator.stopped():

@@ -15,7 +15,7 @@ from math import inf, isfinite
 
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.planning.search.improving import Effort
+from protrain_plan.planning.search.improving import Effort, Progress
 from protrain_plan.planning.stages.cuts import Cuts, best_cuts, possible_cuts
 from protrain_plan.planning.stages.cycles import BOUNDS, Bounds, Lanes, Pipeline
 from protrain_plan.planning.stages.pipelines import Pipelined, Stage, pipelined, planned
@@ -62,7 +62,6 @@ class StagesQuestion:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.global_batch * next(iter(self.profiles.values())).workload.seq_len
 
 
@@ -83,12 +82,10 @@ class StagesAnswer:
     @property
     def best(self) -> Pipelined | None:
         """The faster one; one stage where both take as long."""
-        found = [one for one in (self.single, self.several) if one]
-        return min(found, key=lambda one: one.step_seconds, default=None)
+        return faster(self.single, self.several)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the best one."""
         return self.best.plan(self.lower_bound_seconds) if self.best else None
 
     @property
@@ -133,7 +130,10 @@ class StagesAnswer:
         return f"{self.speedup:.2f} times as fast as one stage: {alone}"
 
 
-Progress = Callable[[str, float | None, float | None], None]
+def faster(one: Pipelined | None, other: Pipelined | None) -> Pipelined | None:
+    """The faster pipeline; the first where both take as long, None where there is none."""
+    found = [each for each in (one, other) if each]
+    return min(found, key=lambda each: each.step_seconds, default=None)
 
 
 class Search:
@@ -221,8 +221,8 @@ class Search:
             if not is_open(shape):
                 continue
             found = self.planned[shape] = self.plan(shape)
-            if found and (best is None or found.step_seconds < best.step_seconds):
-                best, best_s = found, min(best_s, found.step_seconds)
+            if best := faster(best, found):
+                best_s = min(best_s, best.step_seconds)
         # What is left proves how far from the best the step may be.
         self.lifted = 0
         while self.lifted < MOST_LIFTED and not self.effort.spent():
@@ -266,8 +266,7 @@ class Search:
         best: Pipelined | None = None
         for _ in range(ROUNDS if pipeline.count <= FEW else 1):
             found = self._planned(shape, cuts)
-            if found and (best is None or found.step_seconds < best.step_seconds):
-                best = found
+            best = faster(best, found)
             for s, (first, end) in enumerate(cuts.runs):
                 known[s, first, end] = inf
                 if found:
@@ -293,9 +292,9 @@ class Search:
                 return None  # a chunk without units
             problem = pipeline.problem(runs, s)
             dry = problem.changed(tiers={**problem.tiers, "disk": 0})
-            found = solve_problem(dry, self.question.budgets, effort=replace(self.effort))
+            found = solve_problem(dry, effort=replace(self.effort))
             if isinstance(found, Infeasible) and problem.tiers.get("disk"):
-                found = solve_problem(problem, self.question.budgets, effort=replace(self.effort))
+                found = solve_problem(problem, effort=replace(self.effort))
             if isinstance(found, Infeasible):
                 return None
             problem = problem.overlapping(found.plan.settings.overlap_steps)
@@ -367,8 +366,7 @@ def plan_stages(
         best: Pipelined | None = None
         for search in searches:
             found = search.run(stages, min(below_s, best.step_seconds if best else inf), tell)
-            if found and (best is None or found.step_seconds < best.step_seconds):
-                best = found
+            best = faster(best, found)
         return best
 
     single = fastest([1], inf)

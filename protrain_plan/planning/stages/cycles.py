@@ -29,14 +29,14 @@ import numpy as np
 from protrain_plan.planning.model.decision_model import LE
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import SAFE, Problem
-from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.model.solver import relaxed
 from protrain_plan.planning.stages.cuts import handed_bytes
 from protrain_plan.planning.stages.shapes import Shape, hop_seconds, joined_for
 from protrain_plan.simulation.group import profile_of_rank
 from protrain_plan.simulation.rates import crossing
-from protrain_runtime.contract.program.effects import StateOption, standing_bytes
+from protrain_runtime.contract.program.effects import ActivationOption, standing_bytes
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import COMPUTE, NETWORK, Channel, Lane
+from protrain_runtime.contract.program.program import COMPUTE, NETWORK, Channel
 from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings
 from protrain_runtime.contract.records.profile import Profile, Unit
 
@@ -193,7 +193,7 @@ class Pipeline:
         around = self.around_seconds(first, s) / fluid.second_unit
         fluid.row("with_others", [*seconds, *update, (step, -1.0)], LE, -around)
         fluid.minimise([(step, 1.0)])
-        answer = solve(fluid.pulp, integer=False)
+        answer = relaxed(fluid.pulp)
         if answer.status == "infeasible":
             return inf
         return fluid.lower_bound_seconds(answer.bound) if answer.status == "optimal" else 0.0
@@ -242,7 +242,7 @@ class Lanes:
         ones: list[list[int]] = []
         for kind in range(self.num_kinds):
             options = problem.options[kind + len(outer)]
-            for of_kind in (options.activations, options.states):
+            for of_kind in options.kinds:
                 ones.append([])
                 for option in of_kind:
                     column = len(self.columns)
@@ -252,20 +252,15 @@ class Lanes:
                         rows.setdefault(slot, []).append((column, standing_bytes(option, slot)))
                     for tier, size in option.tier_bytes.items():
                         rows.setdefault(tier, []).append((column, size))
-                    if isinstance(option, StateOption):
-                        work, moved = lanes.of_states(option), lanes.moved_states(option)
-                        # Lanes of states share their link; those of the device are counted so.
-                        shared = {} if option.decision.update_on_device else moved
-                    else:
-                        work, shared = lanes.of_activations(option, last=False), {}
+                    work = lanes.of(option)
+                    if isinstance(option, ActivationOption):
                         rows.setdefault(COMPUTE, []).append((column, work[COMPUTE]))
                     for lane, taken in work.items():
                         rows.setdefault(("lane", lane), []).append((column, taken))
                         if isinstance(lane, Channel):
                             rows.setdefault(("channel", lane), []).append((column, taken))
-                    for lane, taken in shared.items():
-                        if isinstance(lane, Lane):
-                            rows.setdefault(("channel", lane.channel), []).append((column, taken))
+                    for channel, taken in lanes.streamed(option):
+                        rows.setdefault(("channel", channel), []).append((column, taken))
         count = len(self.columns)
         self._highs.addVars(count + 1, np.zeros(count + 1), np.full(count + 1, inf))
         self._highs.changeColCost(count, 1.0)

@@ -37,7 +37,6 @@ class Pipelined:
 
     @property
     def shape(self) -> Shape:
-        """The arrangement of the devices."""
         return self.pipeline.shape
 
     @property
@@ -49,7 +48,6 @@ class Pipelined:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         workload, shape = self.pipeline.profile.workload, self.shape
         return tokens_in_step(workload, shape.group, shape.micro_batches)
 

@@ -36,7 +36,6 @@ class Shape:
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The order of forwards and backwards."""
         if self.chunks > 1:
             return "interleaved 1F1B"
         return "eager 1F1B" if self.eager else "1F1B"
