@@ -21,7 +21,6 @@ from protrain_plan.planning.explain.explaining import (
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import relaxed
-from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.hardware import Hardware
@@ -42,6 +41,7 @@ from tests.support.planning_cases import (
     MB,
     drafted,
     gpu,
+    plan,
     question,
     random_profile,
     small,

@@ -21,7 +21,7 @@ from protrain_plan.planning.questions.answers import Objective
 from protrain_plan.planning.questions.disk import solve_sparing
 from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import ask
-from protrain_plan.planning.questions.planner import MOVING_GAIN, plan, solve_any, solve_problem
+from protrain_plan.planning.questions.planner import MOVING_GAIN, solve_any, solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline, keeping
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
@@ -59,6 +59,7 @@ from tests.support.planning_cases import (
     kept_bytes,
     least_bytes,
     on_several,
+    plan,
     question,
     random_profile,
     small,

@@ -15,7 +15,6 @@ from protrain_plan.planning.model.fluid import Fluid, windows
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import LinearProgram, relaxed
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search import choices
 from protrain_plan.planning.search.choices import leanest_plain, min_memory
 from protrain_plan.planning.search.evaluation import PACES, Evaluator, step_seconds
@@ -28,6 +27,7 @@ from tests.support.planning_cases import (
     cpu,
     decoder,
     gpu,
+    plan,
     random_profile,
     solved,
     with_launches,

@@ -36,11 +36,7 @@ from protrain_plan.planning.model.options import Option
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import LinearProgram, Solution, Stopped
 from protrain_plan.simulation.rates import crossing
-from protrain_runtime.contract.program.effects import (
-    NO_STAGING,
-    StateOption,
-    standing_bytes,
-)
+from protrain_runtime.contract.program.effects import NO_STAGING, StateOption, standing_bytes
 from protrain_runtime.contract.program.memory import base_bytes
 from protrain_runtime.contract.program.program import Channel
 from protrain_runtime.contract.records.hardware import is_accelerator

@@ -26,11 +26,7 @@ from typing import Any
 from msgspec import defstruct
 
 from protrain_runtime.contract.errors import ProtrainError, RecordError
-from protrain_runtime.contract.program.effects import (
-    ActivationOption,
-    Implications,
-    StateOption,
-)
+from protrain_runtime.contract.program.effects import ActivationOption, Implications, StateOption
 from protrain_runtime.contract.program.program import gradient_home, residencies
 from protrain_runtime.contract.program.requirements import unmet
 from protrain_runtime.contract.records.decisions import (

@@ -6,13 +6,7 @@ from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
 from typing import Any, TypeVar, TypeVarTuple, get_args
 
-from protrain_plan.planning.model.options import (
-    Decision,
-    Option,
-    Pin,
-    UnitOptions,
-    pinned_options,
-)
+from protrain_plan.planning.model.options import Decision, Option, Pin, UnitOptions, pinned_options
 from protrain_plan.simulation.group import (
     collective_seconds_per_byte,
     not_joined,
@@ -408,12 +402,12 @@ class Problem:
 
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
-        found = tuple(
-            unit.placed(lambda one: not one.decision.speculate or one.tier in self.ahead_on)
-            for unit in self._all_options
-        )
-        if not self.in_parts:
-            found = tuple(unit.placed(lambda one: not one.decision.on_disk) for unit in found)
+
+        def is_open(one: StateOption) -> bool:
+            ahead = not one.decision.speculate or one.tier in self.ahead_on
+            return ahead and (self.in_parts or not one.decision.on_disk)
+
+        found = tuple(unit.placed(is_open) for unit in self._all_options)
         if not self.left:
             return found
         return tuple(

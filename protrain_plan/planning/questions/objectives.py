@@ -53,22 +53,17 @@ def ask(
     problems = question.problems()
     ours = replace(effort, solver="milp")  # baselines are for the fastest step
     answer = Answer(question=question)
-    outcome: Solved | Infeasible
-    if objective.max_slowdown is not None:
-        least = least_memory(problems, max_slowdown=objective.max_slowdown, effort=ours)
-        if isinstance(least, Infeasible):
-            outcome = least
-        else:
-            outcome, answer = least.solved, replace(answer, least_memory=least)
-    elif objective.pareto_points is not None:
-        points = objective.pareto_points
-        front = pareto(problems, num_points=points, effort=ours, report=report)
-        if isinstance(front, Infeasible):
-            outcome = front
-        else:
-            outcome, answer = front[-1].solved, replace(answer, front=front)
+    outcome: Solved | Infeasible | LeastMemory | tuple[Point, ...]
+    if (slowdown := objective.max_slowdown) is not None:
+        outcome = least_memory(problems, max_slowdown=slowdown, effort=ours)
+    elif (points := objective.pareto_points) is not None:
+        outcome = pareto(problems, num_points=points, effort=ours, report=report)
     else:
         outcome = solve_sparing(problems, effort=effort, hints=hints)
+    if isinstance(outcome, LeastMemory):
+        answer, outcome = replace(answer, least_memory=outcome), outcome.solved
+    elif isinstance(outcome, tuple):
+        answer, outcome = replace(answer, front=outcome), outcome[-1].solved
     if isinstance(outcome, Infeasible):
         if sharded := question.adding_shards():
             found = ask(sharded, objective, effort=effort, report=report, hints=hints)

@@ -33,7 +33,7 @@ from protrain_plan.planning.explain.advice import infeasible
 from protrain_plan.planning.model.counting import Caution, Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.fitting import within_reach
-from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
+from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import SOLVER
 from protrain_plan.planning.outcome import Infeasible, Replicas, SearchStage, Solved, Status
 from protrain_plan.planning.search.baselines import Baseline, baseline, leanest_variant, staying
@@ -56,8 +56,7 @@ from protrain_plan.simulation.timeline import (
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
-from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, StepSettings, UnitPlan
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.plan import Plan, Prediction, UnitPlan
 from protrain_runtime.contract.records.writer import fingerprint
 
 CAUTIONS = (
@@ -140,18 +139,6 @@ PROMISING = 1.01
 
 Hint = Sequence[UnitPlan]
 """A plan's units to start from; skipped if not open."""
-
-
-def plan(
-    profile: Profile,
-    budgets: Budgets,
-    settings: StepSettings = OVERLAPPING,
-    *,
-    effort: Effort | None = None,
-    hints: Sequence[Hint] = (),
-) -> Solved | Infeasible:
-    """The fastest plan found within `budgets` (context included), or `Infeasible`."""
-    return solve_problem(Problem.of(profile, budgets, settings), effort=effort, hints=hints)
 
 
 @collected(SELDOM)
@@ -608,10 +595,11 @@ def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
     """The problem that a plan was made for."""
     number = solved.plan.group.num_replicas
     problem = next(one for one in problems if one.settings.group.num_replicas == number)
-    problem = problem.overlapping(solved.plan.settings.overlap_steps)
-    if (reductions := solved.plan.settings.reductions) == problem.settings.reductions:
-        return problem
-    return replace(problem, settings=replace(problem.settings, reductions=reductions))
+    made = solved.plan.settings
+    settings = replace(
+        problem.settings, overlap_steps=made.overlap_steps, reductions=made.reductions
+    )
+    return problem if settings == problem.settings else replace(problem, settings=settings)
 
 
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:
