@@ -169,7 +169,7 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int, *, severa
     device = least + int(rng.random() * max(0, kept_bytes(free) - least))
     budgets = replace(asked.budgets, device=device + free.profile.hardware.device.context_bytes)
     problem = replace(asked, budgets=budgets).problem()
-    answer = solved(solve_problem(problem))
+    answer = solved(solve_problem(problem, effort=Effort()))
     found, prediction, seconds = answer.plan, answer.plan.prediction, 0.0
     assert loads_plan(dumps_plan(found)) == found
     settings = (found.settings.updates, found.settings.micro_batches, found.group)
@@ -690,7 +690,7 @@ Change = Callable[[Problem, random.Random], Problem]
 
 
 def planned(*problems: Problem, spare: bool = False) -> Plan:
-    return solved((solve_sparing if spare else solve_any)(problems)).plan
+    return solved((solve_sparing if spare else solve_any)(problems, effort=Effort())).plan
 
 
 def tight(rng: random.Random, *, several: bool) -> Problem:

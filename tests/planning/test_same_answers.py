@@ -15,6 +15,7 @@ import pytest
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.plan import ALONE, Budgets, Plan, Schedule, Updates
 from tests.support.planning_cases import MB, kept_bytes, least_bytes, on_several, random_profile
@@ -67,7 +68,7 @@ def slots(lead: float | None) -> str:
 
 
 def answer(number: int) -> dict[str, Any]:
-    outcome = solve_problem(problem_of(number))
+    outcome = solve_problem(problem_of(number), effort=Effort())
     match outcome:
         case Infeasible():
             return {"short of": outcome.tier, "by": outcome.shortfall_bytes}

@@ -498,4 +498,5 @@ def plan(
     hints: Sequence[Hint] = (),
 ) -> Solved | Infeasible:
     """The fastest plan found within `budgets` (context included), or `Infeasible`."""
-    return solve_problem(Problem.of(profile, budgets, settings), effort=effort, hints=hints)
+    problem = Problem.of(profile, budgets, settings)
+    return solve_problem(problem, effort=effort or Effort(), hints=hints)

@@ -19,16 +19,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import pulp
 
 from protrain_plan.planning.model.fluid import Fluid
+from protrain_plan.planning.model.options import Option
 from protrain_plan.planning.model.problem import Choice, Problem, checked
 from protrain_plan.planning.outcome import SearchStage
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.effects import ActivationOption, StateOption
+from protrain_runtime.contract.program.effects import ActivationOption
 from protrain_runtime.contract.program.memory import evaluation_bytes
 from protrain_runtime.contract.program.program import LAUNCHES, slot_words, unit_words
 from protrain_runtime.contract.records.decisions import WORDINGS
@@ -67,6 +68,7 @@ NEGLIGIBLE = 1e-7
 """The solver's tolerance: smaller duals are zero."""
 
 Kind = Literal["activations", "states"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,8 +388,7 @@ class _Explainer:
         names = [unit_words(self.problem.profile.units, index) for index in units]
         options, (activation, state) = self.problem.options[units[0]], self.choice[units[0]]
         chosen, placed = options.activations[activation], options.states[state]
-        activations = self._others(units, "activations", options.activations, activation)
-        states = self._others(units, "states", options.states, state)
+        activations, states = self._others(units, 0), self._others(units, 1)
         alternatives = tuple(one.alternative for one in (*activations, *states))
         many, subject = len(units) > 1, units_text(names)
         plural = many or subject != self.problem.profile.units[units[0]].name  # with the loss
@@ -416,21 +417,15 @@ class _Explainer:
             alternatives=alternatives,
         )
 
-    def _others(
-        self,
-        units: Sequence[int],
-        kind: Kind,
-        options: Sequence[ActivationOption | StateOption],
-        chosen: int,
-    ) -> list[_Compared]:
+    def _others(self, units: Sequence[int], kind: int) -> list[_Compared]:
         """The group's middle unit with every other decision of one kind."""
         found: list[_Compared] = []
-        for number, option in enumerate(options):
-            if number == chosen:
+        for number, option in enumerate(self.problem.options[units[0]].kinds[kind]):
+            if number == self.choice[units[0]][kind]:
                 continue
             wording = WORDINGS[option.decision]
-            alternative = Alternative(kind=kind, decision=wording.phrase)
-            changed = self._changed(units[len(units) // 2 :][:1], kind, number)
+            alternative = Alternative(kind=KINDS[kind], decision=wording.phrase)
+            changed = self._changed([units[len(units) // 2]], kind, number)
             if short := _shortfall(self.problem, changed):
                 alternative = replace(
                     alternative, shortfall_bytes=short.bytes, tier=short.tier, slot=short.slot
@@ -450,7 +445,7 @@ class _Explainer:
             found.append(_Compared(alternative, doing, self._burden(option)))
         return found
 
-    def _burden(self, option: ActivationOption | StateOption) -> _Burden:
+    def _burden(self, option: Option) -> _Burden:
         """Without the device's own update: moving states elsewhere is not a means to save it."""
         moved_s = sum(self.problem.lane_seconds.moved(option).values())
         if isinstance(option, ActivationOption):
@@ -460,12 +455,12 @@ class _Explainer:
             return _Burden(update_s, moved_s, 0.0)
         return _Burden(0.0, moved_s, update_s)
 
-    def _changed(self, units: Sequence[int], kind: Kind, number: int) -> Choice:
+    def _changed(self, units: Sequence[int], kind: int, number: int) -> Choice:
         """The plan's choice with another decision of one kind for `units`."""
         choice = list(self.choice)
         for unit in units:
             activation, state = choice[unit]
-            choice[unit] = (number, state) if kind == "activations" else (activation, number)
+            choice[unit] = (activation, number) if kind else (number, state)
         return tuple(choice)
 
     def _plain(self, compared: Sequence[_Compared], *, many: bool) -> str:

@@ -270,7 +270,7 @@ class Counting:
         self._window, self._stopped = window, stopped
 
     @cached_property
-    def _shares(self) -> "_Shares":
+    def _shares(self) -> _Shares:
         return _Shares(self.problem, self._window, self._stopped)
 
     @property
@@ -322,15 +322,15 @@ class Counting:
             return None
         return {name: round(answer.values[name]) for name in self._counts}
 
-    def amounts(self, caution: Caution) -> Amounts | None:
-        """The relaxation's amounts of options; None if caution leaves the device too little."""
-        return self._amounts(self._shares.solve(caution), self._shares.fluid)
+    def amounts(self, of: Caution | Numbers) -> Amounts | None:
+        """The relaxation's amounts of options with caution, or with numbers of units per option.
 
-    def amounts_with(self, numbers: Numbers) -> Amounts | None:
-        """The relaxation's amounts with these numbers of units per option."""
-        return self._amounts(self._solve(numbers).values, self.fluid)
-
-    def _amounts(self, values: Mapping[str, float], fluid: Fluid) -> Amounts | None:
+        None if caution leaves the device too little.
+        """
+        if isinstance(of, Caution):
+            fluid, values = self._shares.fluid, self._shares.solve(of)
+        else:
+            fluid, values = self.fluid, self._solve(of).values
         if not values:
             return None
         fractions, found = fluid.choice_values(values), Amounts()

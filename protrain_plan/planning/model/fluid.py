@@ -96,10 +96,6 @@ Weighted = tuple[tuple[Channel, float], ...]
 """Channels, weighted per second."""
 
 
-def _word(channel: Channel) -> str:
-    return str(channel).replace(" ", "_")
-
-
 class ForwardBackward:
     """One forward and backward: transfers and time of a model's decisions."""
 
@@ -319,7 +315,7 @@ class ForwardBackward:
         """Weighted seconds of channels fit the time of stalls, or of compute beside them."""
         times = self.compute if computing else self.stall
         for number, works in enumerate(every):
-            name = f"{word}_{_word(works[0][0])}_{number}"
+            name = f"{word}_{works[0][0]}_{number}".replace(" ", "_")
             for t, time in enumerate(times):
                 terms: Terms = []
                 for channel, factor in works:
@@ -395,7 +391,7 @@ class ForwardBackward:
                     for r, running, (_, lanes) in zip(spent, sets, of_sets, strict=True)
                     if channel in running
                 ]
-                self.row(f"beside_{_word(channel)}_{slot}", terms, LE)
+                self.row(f"beside_{channel}_{slot}".replace(" ", "_"), terms, LE)
         # During compute, lanes' work fits its time at their remaining speed.
         quiet = [channel for channel in self.channels if channel not in slowing]
         every: list[Weighted] = [((channel, 1.0),) for channel in quiet if not channel.tier]

@@ -402,7 +402,6 @@ class Problem:
 
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
-
         def is_open(one: StateOption) -> bool:
             ahead = not one.decision.speculate or one.tier in self.ahead_on
             return ahead and (self.in_parts or not one.decision.on_disk)
@@ -535,21 +534,13 @@ class Problem:
         of = {unit: number for number, units in enumerate(self.classes) for unit in units}
         return [of[unit] for unit in range(self.count)]
 
-    @cached_property
-    def _tier_bytes(self) -> dict[TierName, list[list[list[int]]]]:
-        """An option's bytes on each tier, without staging."""
-
-        def on(tier: TierName) -> Callable[[int, Option], int]:
-            return lambda _, option: option.tier_bytes.get(tier, 0)
-
-        return {tier: self._by_option(on(tier)) for tier in self.tiers}
-
     @_once
     def tier_use(self, tier: TierName, choice: Choice) -> int:
         """A choice's bytes on a tier below the device."""
         total = 0
-        for (of_activations, of_states), (a, s) in zip(self._tier_bytes[tier], choice, strict=True):
-            total += of_activations[a] + of_states[s]
+        for options, (activation, state) in zip(self.options, choice, strict=True):
+            total += options.activations[activation].tier_bytes.get(tier, 0)
+            total += options.states[state].tier_bytes.get(tier, 0)
         return total + tier_staging_bytes(tier, *self._kinds(choice), self.implied)
 
     def beyond(self, choice: Choice) -> dict[StateTier, int]:

@@ -136,9 +136,6 @@ class LinearProgram:
             self._highs.setOptionValue("solver", "simplex")
             self._highs.run()
         self._interior = self._interior and integer
-        return self._solution(integer=integer)
-
-    def _solution(self, *, integer: bool) -> Solution:
         status, info = self._highs.getModelStatus(), self._highs.getInfo()
         feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         found: Status

@@ -32,10 +32,9 @@ plans took 0.97 to 1.08 times as long in 13 problems, three of them more than th
 
 
 def solve_sparing(
-    problems: Sequence[Problem], *, effort: Effort | None = None, hints: Sequence[Hint] = ()
+    problems: Sequence[Problem], *, effort: Effort, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """Answer as `solve_any` does, with the disk only if worthwhile (see the module)."""
-    effort = effort or Effort()
     without = tuple(one.changed(tiers={**one.tiers, "disk": 0}) for one in problems)
     is_open = any(one.tiers.get("disk") for one in problems)
     if (

@@ -143,10 +143,9 @@ Hint = Sequence[UnitPlan]
 
 @collected(SELDOM)
 def solve_problem(
-    problem: Problem, *, effort: Effort | None = None, hints: Sequence[Hint] = ()
+    problem: Problem, *, effort: Effort, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """The fastest plan found for a problem from `hints`, or `Infeasible`."""
-    effort = effort or Effort()
     found = _solved_exactly(problem, effort, hints)
     is_small = problem.count <= SMALL and effort.solver == "milp" and not effort.spent()
     if not is_small or not isinstance(found, Solved) or found.status == "optimal":
@@ -467,7 +466,7 @@ class _Planning:
                 time_limit_s=self.effort.left_s(),
             )
             self.bound = max(self.bound, counting.bound_seconds)
-            if numbers and (amounts := counting.amounts_with(numbers)):
+            if numbers and (amounts := counting.amounts(numbers)):
                 self._try(layouts_near(self.problem, amounts))
             self._tell("a search tree")
         in_vain = 0
@@ -481,7 +480,7 @@ class _Planning:
             if numbers is None or least <= counting.bound * close:
                 break
             value = counting.learn(numbers)
-            if value <= least * PROMISING and (amounts := counting.amounts_with(numbers)):
+            if value <= least * PROMISING and (amounts := counting.amounts(numbers)):
                 self._try(layouts_near(self.problem, amounts))
             least = min(least, value)
             closed = self.best.seconds - self.bound <= gap_s * (1 - WORTH)
@@ -526,10 +525,9 @@ def _status(gap: float, effort: Effort) -> Status:
 
 
 def solve_any(
-    problems: Sequence[Problem], *, effort: Effort | None = None, hints: Sequence[Hint] = ()
+    problems: Sequence[Problem], *, effort: Effort, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """The fastest plan of any problem, with a bound for all; or why the first has none."""
-    effort = effort or Effort()
     if len(problems) == 1:
         return solve_problem(problems[0], effort=effort, hints=hints)
     started, tolerated = time.monotonic(), 1 + effort.gap_target

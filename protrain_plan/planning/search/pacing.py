@@ -201,17 +201,17 @@ class Pacer:
                 _Departure(slot, unit, False, held, kept, tuple(clocks), in_place, added)
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
-        if not (num_updates := option.num_updates):
-            return _Option(compute, tuple(arrivals), tuple(departures), None)
-        decision, read, write = option.decision, (-1, 0.0), (-1, 0.0)
-        lane = Lane("update", option.tier)
-        if option.state_lanes:
-            reading, lane, writing = option.state_lanes
-            read = self.clock(reading, option.read_bytes)
-            write = self.clock(writing, option.write_bytes)
-        waits = self.problem.settings.updates == "after backward" and not decision.speculate
-        seconds, on_device = (self.lanes[lane], option.update_s), decision.update_on_device
-        update = _Update(unit, read, seconds, write, num_updates, on_device, waits)
+        update: _Update | None = None
+        if num_updates := option.num_updates:
+            decision, read, write = option.decision, (-1, 0.0), (-1, 0.0)
+            lane = Lane("update", option.tier)
+            if option.state_lanes:
+                reading, lane, writing = option.state_lanes
+                read = self.clock(reading, option.read_bytes)
+                write = self.clock(writing, option.write_bytes)
+            waits = self.problem.settings.updates == "after backward" and not decision.speculate
+            seconds, on_device = (self.lanes[lane], option.update_s), decision.update_on_device
+            update = _Update(unit, read, seconds, write, num_updates, on_device, waits)
         return _Option(compute, tuple(arrivals), tuple(departures), update)
 
     def walk(self, choice: Choice, pace: Pace = PLAIN, within_s: float = inf) -> Paced | None:

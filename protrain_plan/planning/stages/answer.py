@@ -340,10 +340,9 @@ def searched(question: StagesQuestion, effort: Effort) -> Search:
 
 
 def plan_stages(
-    question: StagesQuestion, *, effort: Effort | None = None, progress: Progress | None = None
+    question: StagesQuestion, *, effort: Effort, progress: Progress | None = None
 ) -> StagesAnswer:
     """The fastest step of `global_batch` sequences, by one stage and by several, and a bound."""
-    effort = effort or Effort()
     questions = [question]
     if ROUNDING in question.allow:
         settings = replace(question.settings, reductions="in every micro-batch")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.spending import tokens_in_step
@@ -150,18 +151,15 @@ def pipelined(pipeline: Pipeline, stages: Sequence[Stage]) -> Pipelined:
 
 def stage_seconds(middle: BoundProgram, last: BoundProgram, sizes: Sequence[int]) -> StageSeconds:
     """Seconds of a stage's chunks, from simulated middle micro-batches and the `last` one."""
+    chunks = list(pairwise(accumulate(sizes, initial=0)))
 
     def split(program: BoundProgram) -> tuple[tuple[float, ...], tuple[float, ...], float]:
         timeline = simulate(program)
         ends = [0.0, *(end for _, end in timeline.compute[: 2 * program.num_units])]
-        forward: list[float] = []
-        backward: list[float] = []
-        unit, slots = 0, 2 * program.num_units
-        for size in sizes:
-            forward.append(ends[unit + size] - ends[unit])
-            backward.append(ends[slots - unit] - ends[slots - unit - size])
-            unit += size
-        return tuple(forward), tuple(backward), max(0.0, timeline.step_seconds - ends[-1])
+        forward = tuple(ends[end] - ends[first] for first, end in chunks)
+        # Backward goes through the units from the last to the first.
+        backward = tuple(ends[-1 - first] - ends[-1 - end] for first, end in chunks)
+        return forward, backward, max(0.0, timeline.step_seconds - ends[-1])
 
     forward, backward, rest = split(middle)
     _, last_backward, update_s = split(last)
