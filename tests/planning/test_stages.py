@@ -81,7 +81,7 @@ def small(rng: random.Random, num_units: int = 4, *, alike: bool = False) -> Pro
 def pipeline(profile: Profile, device: int, shape: Shape, host: int = 4 * 10**9) -> Pipeline:
     budgets = Budgets(device=device, host=host, disk=0)
     whole = DeviceGroup(num_devices=shape.stages * shape.group.num_devices)
-    return Pipeline(profile, budgets, StepSettings(group=whole), whole, shape)
+    return Pipeline(profile, budgets, StepSettings(group=whole), shape)
 
 
 def asked(
@@ -113,7 +113,7 @@ def test_cuts_match_all_cuts(seed: int) -> None:
     ]
     found = best_cuts(bound, units, range(1, units), p)
     assert found.seconds == min(every)
-    assert max(bound(s, i, j) for s, (i, j) in enumerate(found.runs)) == found.seconds
+    assert max(bound(*run) for run in found.runs) == found.seconds
     assert best_cuts(bound, units, range(1, units), p, min(every)) == (min(every), ())
 
 

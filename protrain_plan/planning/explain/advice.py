@@ -93,7 +93,7 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
     at_once = Schedule(swap_drain=0, update_drain=0)
     plans = plans_of(problem, lean.choice, [at_once] * problem.count)
     slots = device_bytes(problem.program(plans))
-    tightest = max(range(len(slots)), key=lambda t: (static[t], -t))
+    tightest = static.index(max(static))
     name = slot_words(problem.profile.units, tightest)
     name = f"the {name}" if tightest == 2 * problem.count else name
     device = problem.profile.hardware.device

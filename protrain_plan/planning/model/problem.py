@@ -260,7 +260,7 @@ class Problem:
     tiers: dict[TierName, int]
     pins: tuple[Pin, ...] = ()
     ahead_on: tuple[StateTier, ...] = get_args(TierName)  # tiers with such updates
-    left: tuple[tuple[Sequence[int], Sequence[int]], ...] = ()  # of options; none: all
+    left: Sequence[Sequence[Sequence[int]]] = ()  # of options, by unit and kind; none: all
     in_parts: bool = True  # whether a chunk may lie in two tiers
 
     @staticmethod

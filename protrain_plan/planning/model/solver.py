@@ -13,7 +13,7 @@ from typing import Any, Literal
 import highspy
 import pulp
 
-Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+Status = Literal["optimal", "infeasible", "unknown"]
 
 Stopped = Callable[[], bool]
 """Polled while the solver runs; true ends it."""
@@ -138,18 +138,14 @@ class LinearProgram:
         self._interior = self._interior and integer
         status, info = self._highs.getModelStatus(), self._highs.getInfo()
         feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        found: Status
+        found: Status = "optimal" if status == _KINDS.kOptimal else "unknown"
         if status in (_KINDS.kInfeasible, _KINDS.kUnboundedOrInfeasible):
             found = "infeasible"
-        elif status == _KINDS.kOptimal:
-            found = "optimal"
-        else:
-            found = "feasible" if feasible else "unknown"
+        bound, values = -inf, dict[str, float]()
         if integer:
             bound = float(info.mip_dual_bound)
-        else:
-            bound = float(info.objective_function_value) if found == "optimal" else -inf
-        values: dict[str, float] = {}
+        elif found == "optimal":
+            bound = float(info.objective_function_value)
         if feasible:
             numbers = self._highs.getSolution().col_value
             values = {one.name: float(numbers[one.index]) for one in self._variables}

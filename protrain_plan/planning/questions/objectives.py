@@ -209,18 +209,17 @@ def fit(
     answer = ask(question, Objective(), effort=effort, hints=hints)
     others = alternatives(problems) if compare else ()
     for asked in filter(None, (question, question.adding_shards())):
-        if answer.solved is None:
+        if (step_s := answer.step_seconds) is None:
             break
-        step_s, adds = answer.solved.plan.prediction.step_seconds, asked.settings.adds_shards
         hints = [
             one.units
             for one in others
-            if one.adds_shards == adds
+            if one.adds_shards == asked.settings.adds_shards
             and (one.step_seconds or inf) < step_s / (1 + effort.gap_target)
         ]
         if hints:
             again = ask(asked, Objective(), effort=effort, hints=hints)
-            if again.solved and again.solved.plan.prediction.step_seconds < step_s:
+            if (again.step_seconds or inf) < step_s:
                 answer = again
     found = answer.solved or answer.infeasible
     assert found is not None

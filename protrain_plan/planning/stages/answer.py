@@ -148,14 +148,8 @@ class Search:
         self.levels: dict[Shape, int] = {}  # the lowest of the bounds of the shape's best cuts
         self.planned: dict[Shape, Pipelined | None] = {}
         for shape in shapes:
-            pipeline = Pipeline(
-                question.profiles[shape.batch],
-                question.budgets,
-                question.settings,
-                question.settings.group,
-                shape,
-                question.allow,
-            )
+            profile, budgets = question.profiles[shape.batch], question.budgets
+            pipeline = Pipeline(profile, budgets, question.settings, shape, question.allow)
             self.bounds[shape] = Bounds(pipeline, lanes)
             self.cuts[shape], self.levels[shape] = Cuts(0.0, ()), -1  # not looked at yet
 
@@ -163,27 +157,21 @@ class Search:
         bounds = self.bounds[shape]
         found = best_cuts(bounds.seconds, bounds.pipeline.count, self.starts, shape.stages, below_s)
         self.cuts[shape] = Cuts(max(found.seconds, self.cuts[shape].seconds), found.ends)
-        levels = [bounds.level(s, first, end) for s, (first, end) in enumerate(found.runs)]
-        self.levels[shape] = min(levels, default=FLUID)
+        self.levels[shape] = min((bounds.level(*run) for run in found.runs), default=FLUID)
 
     def improve(self, shape: Shape, most: int, below_s: float = inf) -> bool:
         """Lift the bounds of the shape's best cuts, and cut again; False: all are lifted.
 
         Cuts with a bound of at least `below_s` are of no use.
         """
-        bounds, cuts = self.bounds[shape], self.cuts[shape]
-        level = self.levels[shape]
+        bounds, level = self.bounds[shape], self.levels[shape]
         if level >= most:
             return False
-        if level < 0:
-            self._cut(shape, below_s)
-            return True
-        # The cheapest first, and of these that which decides.
-        runs = [(s, first, end) for s, (first, end) in enumerate(cuts.runs)]
-        of_level = [run for run in runs if bounds.level(*run) == level]
-        run = max(of_level, key=lambda run: bounds.seconds(*run))
-        bounds.lift(*run)
-        self.lifted += level + 1 == FLUID
+        if level >= 0:
+            # The cheapest first, and of these that which decides.
+            of_level = [run for run in self.cuts[shape].runs if bounds.level(*run) == level]
+            bounds.lift(*max(of_level, key=lambda run: bounds.seconds(*run)))
+            self.lifted += level + 1 == FLUID
         self._cut(shape, below_s)
         return True
 
@@ -243,7 +231,7 @@ class Search:
         if not cuts.ends:
             return inf
         pipeline, stages = bounds.pipeline, list[StageSeconds]()
-        for s, (first, end) in enumerate(cuts.runs):
+        for s, first, end in cuts.runs:
             around_s = pipeline.around_seconds(first, s)
             cycle_s = max(0.0, bounds.seconds(s, first, end) - around_s) / shape.micro_batches
             part = cycle_s / (3 * v)  # a backward takes about two forwards
@@ -267,7 +255,7 @@ class Search:
         for _ in range(ROUNDS if pipeline.count <= FEW else 1):
             found = self._planned(shape, cuts)
             best = faster(best, found)
-            for s, (first, end) in enumerate(cuts.runs):
+            for s, first, end in cuts.runs:
                 known[s, first, end] = inf
                 if found:
                     taken = shape.micro_batches * found.stages[s].seconds.cycle_s
@@ -278,7 +266,7 @@ class Search:
                 self.starts,
                 shape.stages,
             )
-            if not after.ends or all((s, *run) in known for s, run in enumerate(after.runs)):
+            if not after.ends or all(run in known for run in after.runs):
                 break
             cuts = after
         return best

@@ -69,7 +69,7 @@ class Pipelined:
         return PipelinePlan(
             schedule=self.shape.schedule,
             layout=self.shape.layout,
-            num_nodes=self.pipeline.whole.num_nodes,
+            num_nodes=self.pipeline.settings.group.num_nodes,
             stages=stages,
         )
 
@@ -99,8 +99,8 @@ class Pipelined:
 
 def pipeline_of(plan: Plan, profile: Profile, budgets: Budgets | None = None) -> Pipeline:
     """The arrangement of a plan with a pipeline, within its own budgets or other ones."""
-    budgets = budgets or plan.budgets
-    return Pipeline(profile, budgets, plan.settings, plan.whole, shape_of(plan), plan.allowed)
+    settings = replace(plan.settings, group=plan.whole)
+    return Pipeline(profile, budgets or plan.budgets, settings, shape_of(plan), plan.allowed)
 
 
 def problems_of(

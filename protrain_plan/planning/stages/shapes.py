@@ -7,7 +7,7 @@ sequences  = shards * replicas * batch * micro-batches      of a step, each stag
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from protrain_runtime.contract.records.hardware import Collectives, Hardware
+from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     ALONE,
     DeviceGroup,
@@ -167,9 +167,9 @@ def joined_for(hardware: Hardware, shape: Shape) -> Hardware:
     if joined is None or joined.inter_node is None or shape.layout == "stages across nodes":
         return hardware
     far = joined.inter_node
-    part = Collectives(
+    part = replace(
+        far,
         gather_bytes_per_s=far.gather_bytes_per_s / shape.stages,
         reduce_bytes_per_s=far.reduce_bytes_per_s / shape.stages,
-        latency_s=far.latency_s,
     )
     return replace(hardware, interconnect=replace(joined, inter_node=part))
