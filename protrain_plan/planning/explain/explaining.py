@@ -354,11 +354,12 @@ class _Burden(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """An alternative, its wording, and the unit's work under it."""
+    """An alternative, its wording, the unit's work under it, and the budget that it exceeds."""
 
     alternative: Alternative
     doing: str
     burden: _Burden
+    short: Shortfall | None
 
     @property
     def extra_s(self) -> float:
@@ -426,7 +427,8 @@ class _Explainer:
             wording = WORDINGS[option.decision]
             alternative = Alternative(kind=KINDS[kind], decision=wording.phrase)
             changed = self._changed([units[len(units) // 2]], kind, number)
-            if short := _shortfall(self.problem, changed):
+            short = _shortfall(self.problem, changed)
+            if short is not None:
                 alternative = replace(
                     alternative, shortfall_bytes=short.bytes, tier=short.tier, slot=short.slot
                 )
@@ -442,7 +444,7 @@ class _Explainer:
                     in_all=_shortfall(self.problem, self._changed(units, kind, number)),
                 )
             doing = wording.doing(many=len(units) > 1)
-            found.append(_Compared(alternative, doing, self._burden(option)))
+            found.append(_Compared(alternative, doing, self._burden(option), short))
         return found
 
     def _burden(self, option: Option) -> _Burden:
@@ -484,16 +486,14 @@ class _Explainer:
         # Of those with less work, the plainest and the nearest; of the rest, the fastest.
         chosen = [*less[:1], *less[1:][-1:]]
         chosen += sorted(others, key=lambda one: one.extra_s)[:1]
-        excluded = [one for one in chosen if one.alternative.shortfall_bytes is not None]
-        fitting = [one for one in chosen if one not in excluded]
+        fitting = [one for one in chosen if one.short is None]
         ties = [one for one in fitting if -self._gap_s <= one.extra_s <= self._tie_s]
         one_more = " in one more block" if many else ""
         clauses: list[str] = []
-        before = None
-        for one in excluded:
-            found = one.alternative
-            assert found.shortfall_bytes is not None and found.tier is not None
-            short = Shortfall(found.shortfall_bytes, found.tier, found.slot)
+        before: Shortfall | None = None
+        for one in chosen:
+            if (short := one.short) is None:
+                continue
             if before and before[1:] == short[1:]:
                 clauses.append(f"so would {one.doing}, by {format_bytes(short.bytes)}")
             else:

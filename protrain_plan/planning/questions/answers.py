@@ -118,10 +118,6 @@ class Point:
     device_bytes: int
     solved: Solved
 
-    @property
-    def step_seconds(self) -> float:
-        return self.solved.plan.prediction.step_seconds
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
@@ -227,7 +223,7 @@ class Answer:
 
     @property
     def step_seconds(self) -> float | None:
-        return self.solved.plan.prediction.step_seconds if self.solved else None
+        return self.solved.step_seconds if self.solved else None
 
     def is_for_less(self, other: Question) -> bool | None:
         """Whether another question offers everything that this one does, perhaps with more memory.

@@ -46,7 +46,7 @@ def solve_sparing(
     dry = solve_any(without, effort=effort.of_part("without the disk: "), hints=hints)
     if isinstance(dry, Infeasible):
         return solve_any(problems, effort=effort, hints=hints)
-    dry_s, dry_bound = _seconds(dry)
+    dry_s, dry_bound = dry.step_seconds, dry.bound_seconds
     wanted_s = min(effort.below_s, inf if effort.enough_s is None else effort.enough_s)
     gain = problems[0].settings.disk_gain
     limit_s = (dry_s if dry_s <= wanted_s else dry_bound) / (1 + gain)
@@ -66,9 +66,9 @@ def solve_sparing(
         nearly = replace(effort, below_s=min(effort.below_s, below_s))
         found = solve_any(problems, effort=nearly, hints=known)
         assert isinstance(found, Solved), "a plan without the disk is one with it, too"
-        found_s, bound = _seconds(found)
+        found_s = found.step_seconds
         known, known_s = [*known, found.plan.units], min(known_s, found_s)
-        least, took_s = max(least, bound), took_s + found.solve_seconds
+        least, took_s = max(least, found.bound_seconds), took_s + found.solve_seconds
         if found.uses_disk:
             wet = found if found_s < dry_s and found_s <= limit_s else None
         elif found_s < dry_s:
@@ -79,9 +79,3 @@ def solve_sparing(
         solve_seconds=took_s,
         seconds_without_disk=dry_s if wet else None,
     )
-
-
-def _seconds(solved: Solved) -> tuple[float, float]:
-    """A plan's step and its bound."""
-    prediction = solved.plan.prediction
-    return prediction.step_seconds, prediction.lower_bound_seconds

@@ -275,6 +275,6 @@ def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | Non
             break
         question = asked[number]
         found = solve_sparing(question.problems(), effort=replace(effort, below_s=best_s))
-        if isinstance(found, Solved) and found.plan.prediction.step_seconds < best_s:
-            best, best_s = number, found.plan.prediction.step_seconds
+        if isinstance(found, Solved) and found.step_seconds < best_s:
+            best, best_s = number, found.step_seconds
     return best

@@ -90,7 +90,7 @@ def ask(
         unpinned = replace(question, pins=()).problems()
         free = solve_sparing(unpinned, effort=ours, hints=[outcome.plan.units])
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
-        answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
+        answer = replace(answer, seconds_without_pins=free.step_seconds)
     problem = problem_of(outcome, problems)
     kept = keeping(problem, Evaluator(problem))
     return replace(answer, solved=outcome, kept_seconds=kept.seconds if kept else None)
@@ -108,7 +108,7 @@ def least_memory(
     if isinstance(fastest, Infeasible):
         return fastest
     fewest = problems[0]
-    step = fastest.plan.prediction.step_seconds
+    step = fastest.step_seconds
     limit_s = step * max_slowdown
     besides = fewest.profile.hardware.device.besides_bytes
     least = 0
@@ -123,7 +123,7 @@ def least_memory(
         found = solve_sparing(within(problems, device), effort=inner, hints=hints)
         if isinstance(found, Solved):
             hints.append(found.plan.units)
-        if isinstance(found, Infeasible) or found.plan.prediction.step_seconds > limit_s:
+        if isinstance(found, Infeasible) or found.step_seconds > limit_s:
             return False
         if _needed(found) < best_bytes:
             best, best_bytes = found, _needed(found)
@@ -186,8 +186,8 @@ def pareto(
         if isinstance(found, Infeasible):
             continue  # rounding of the least budget
         hints = (found.plan.units,)
-        step = found.plan.prediction.step_seconds
-        if not points or step < points[-1].solved.plan.prediction.step_seconds:
+        step = found.step_seconds
+        if not points or step < points[-1].solved.step_seconds:
             points.append(Point(device_bytes=_needed(found) + besides, solved=found))
             if report:
                 report(points[-1])
@@ -224,13 +224,13 @@ def fit(
     found = answer.solved or answer.infeasible
     assert found is not None
     if before and is_for_less:
-        seconds = before.plan.prediction.step_seconds
+        seconds = before.step_seconds
         least = problem_of(before, problems).compute_seconds
         worth = 1.0
         if isinstance(found, Solved):
-            least = found.plan.prediction.lower_bound_seconds
+            least = found.bound_seconds
             worth += question.settings.disk_gain * (before.uses_disk and not found.uses_disk)
-        if isinstance(found, Infeasible) or seconds * worth < found.plan.prediction.step_seconds:
+        if isinstance(found, Infeasible) or seconds * worth < found.step_seconds:
             plan = replace(before.plan, budgets=question.budgets)
             found = proven(replace(before, plan=plan), least, effort)
     if isinstance(found, Infeasible):

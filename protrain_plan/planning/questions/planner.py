@@ -157,8 +157,8 @@ def solve_problem(
     other = _solved_exactly(fewer, effort, hints)
     if not isinstance(other, Solved):
         return found
-    best = min(found, other, key=lambda one: one.plan.prediction.step_seconds)
-    best = proven(best, found.plan.prediction.lower_bound_seconds, effort)
+    best = min(found, other, key=lambda one: one.step_seconds)
+    best = proven(best, found.bound_seconds, effort)
     return replace(best, solve_seconds=found.solve_seconds + other.solve_seconds)
 
 
@@ -173,13 +173,13 @@ def _solved_exactly(problem: Problem, effort: Effort, hints: Sequence[Hint]) -> 
     known = exact and _solved(exact, effort, hints)
     if not isinstance(known, Solved):
         return _solved(problem, effort, hints)
-    limit_s = known.plan.prediction.step_seconds / (1 + TOLERANCE)
+    limit_s = known.step_seconds / (1 + TOLERANCE)
     faster = replace(effort, below_s=min(effort.below_s, limit_s))
     found = _solved(problem, faster, (*hints, known.plan.units))
     assert isinstance(found, Solved), "an exact plan is a plan of the whole problem"
     seconds = known.solve_seconds + found.solve_seconds
-    if found.plan.prediction.step_seconds > limit_s:
-        found = proven(known, found.plan.prediction.lower_bound_seconds, effort)
+    if found.step_seconds > limit_s:
+        found = proven(known, found.bound_seconds, effort)
     return replace(found, solve_seconds=seconds)
 
 
@@ -563,12 +563,11 @@ def solve_any(
             del bounds[number]
             reason = found if number == 0 else reason
             continue
-        prediction = found.plan.prediction
-        bounds[number] = prediction.lower_bound_seconds
+        bounds[number] = found.bound_seconds
         if not below.is_vain(bounds[number]):  # otherwise the search was given up
-            seconds[number] = prediction.step_seconds
-        if prediction.step_seconds < best_s - SAME_S:
-            best, best_s = found, prediction.step_seconds
+            seconds[number] = found.step_seconds
+        if found.step_seconds < best_s - SAME_S:
+            best, best_s = found, found.step_seconds
             seconds[number] = best_s
             known.append(found.plan.units)
     if best is None:

@@ -164,7 +164,7 @@ class _FourParameterSearch:
             step = max(1, len(self.blocks) // GRID // 2)
             while step and self.tried <= self.limit and not self.evaluator.stopped():
                 steps = self._steps(numbers, step)
-                faster = min(steps, key=lambda n: self._try(n), default=numbers)
+                faster = min(steps, key=self._try, default=numbers)
                 if self._try(faster) < self._try(numbers):
                     numbers = faster
                 else:

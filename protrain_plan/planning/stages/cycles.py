@@ -258,11 +258,11 @@ class Lanes:
                     if isinstance(option, ActivationOption):
                         rows[COMPUTE].append((column, work[COMPUTE]))
                     for lane, taken in work.items():
-                        rows[("lane", lane)].append((column, taken))
+                        rows["lane", lane].append((column, taken))
                         if isinstance(lane, Channel):
-                            rows[("channel", lane)].append((column, taken))
+                            rows["channel", lane].append((column, taken))
                     for channel, taken in lanes.streamed(option):
-                        rows[("channel", channel)].append((column, taken))
+                        rows["channel", channel].append((column, taken))
         count = len(self.columns)
         self._highs.addVars(count + 1, np.zeros(count + 1), np.full(count + 1, inf))
         self._highs.changeColCost(count, 1.0)

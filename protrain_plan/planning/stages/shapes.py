@@ -6,6 +6,7 @@ sequences  = shards * replicas * batch * micro-batches      of a step, each stag
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
@@ -106,25 +107,22 @@ def shapes(
         for layout, nodes in _places(whole, p):
             alone = ALONE if each == 1 else DeviceGroup(num_devices=each, num_nodes=nodes)
             # No replicas, one a node, or one a device: what is between was never best.
-            for count in sorted({1, alone.num_nodes, alone.num_devices}):
-                group = replace(alone, num_replicas=count)
-                for b in batches:
-                    if global_batch % (each * b):
-                        continue
-                    micro_batches = global_batch // (each * b)
-                    for v, eager in schedules:
-                        shape = Shape(
-                            stages=p,
-                            group=group,
-                            batch=b,
-                            micro_batches=micro_batches,
-                            chunks=v,
-                            eager=eager,
-                            layout=layout,
-                        )
-                        # A round of interleaved chunks has as many micro-batches as all others.
-                        if v == 1 or (micro_batches >= p and micro_batches % shape.in_round == 0):
-                            yield shape
+            counts = sorted({1, alone.num_nodes, alone.num_devices})
+            for count, b, (v, eager) in product(counts, batches, schedules):
+                micro_batches, rest = divmod(global_batch, each * b)
+                shape = Shape(
+                    stages=p,
+                    group=replace(alone, num_replicas=count),
+                    batch=b,
+                    micro_batches=micro_batches,
+                    chunks=v,
+                    eager=eager,
+                    layout=layout,
+                )
+                # A round of interleaved chunks has as many micro-batches as all others.
+                is_even = v == 1 or (micro_batches >= p and micro_batches % shape.in_round == 0)
+                if not rest and is_even:
+                    yield shape
 
 
 def _places(whole: DeviceGroup, p: int) -> Iterator[tuple[PipelineLayout, int]]:
