@@ -11,7 +11,6 @@ from benchmarks.zoo import ZOO, Specimen
 from protrain_plan.models.presets import JsonObject
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.planning.search.choices import min_memory
 from protrain_runtime.contract.records.plan import (
     KEEP,
@@ -25,6 +24,7 @@ from protrain_runtime.contract.records.plan import (
     StepSettings,
 )
 from protrain_runtime.contract.records.profile import Profile
+from tests.support.planning_cases import plan as solve
 
 PIECE_BYTES = 1 << 20
 """Chunks here are of a few MiB: several pieces in each."""

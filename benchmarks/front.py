@@ -26,6 +26,7 @@ from protrain_plan.planning.questions.planner import solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.simulation.report import report
 from protrain_runtime.contract.records.plan import Budgets, Updates
 from protrain_runtime.contract.units import format_bytes, format_seconds
@@ -128,7 +129,7 @@ def answered(
     within = Budgets(device=round(least * (card / least) ** share), **below)
     problem = Problem.of(profile, within, settings=settings)
     started = time.process_time()
-    answer = solve_problem(problem, within)
+    answer = solve_problem(problem, effort=Effort())
     taken = time.process_time() - started
     if isinstance(answer, Infeasible):
         return {"status": "infeasible", "device": within.device}

@@ -156,7 +156,7 @@ def cells() -> list[Cell]:
 def compared(schedule: str, micro_batches: int) -> Document:
     """Two stages beside one process: bits and bytes, and how each ends under the limit."""
     question = question_of(SPECIMEN, BUDGET, micro_batches)
-    answer, plan = plan_stages(question), planned(question, schedule)
+    answer, plan = plan_stages(question, effort=Effort()), planned(question, schedule)
     (profile,) = question.profiles.values()
     way = way_of(plan, SPECIMEN)
     whole = Way(specimen=SPECIMEN, micro_batches=micro_batches)

@@ -50,7 +50,7 @@ def solved(setup: dict[str, Any], share: float, device: int) -> Document:
     case = Case(setup=Setup(**setup), share=share, device=device)
     problems = case.problems()
     started = time.process_time()
-    outcome = solve_any(problems, case.budgets, effort=Effort())
+    outcome = solve_any(problems, effort=Effort())
     taken = time.process_time() - started
     problem = problems[0].overlapping(False)
     others = {name: baseline(name, problem, Evaluator(problem)) for name in BASELINES}

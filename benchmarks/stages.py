@@ -78,7 +78,7 @@ def arranged_s(profile: Profile, shape: Shape, layers: Sequence[int], recomputed
     The first stage has the embeddings, the last one all that comes after the layers. States stay.
     """
     whole, budgets = group_on(profile.hardware, shape.stages), Budgets(device=AMPLE, host=0, disk=0)
-    pipeline = Pipeline(profile, budgets, StepSettings(group=whole), whole, shape)
+    pipeline = Pipeline(profile, budgets, StepSettings(group=whole), shape)
     ends = [*(1 + end for end in accumulate(layers[:-1])), pipeline.count]
     schedule = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
     stages = []

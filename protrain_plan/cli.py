@@ -73,8 +73,7 @@ from protrain_plan.commands.output import (
     print_error,
     print_text,
 )
-from protrain_plan.isolated.ending import INTERRUPTED
-from protrain_plan.isolated.quiet import quiet_libraries
+from protrain_plan.isolated.ending import INTERRUPTED, quiet_libraries
 from protrain_runtime.contract import __version__
 from protrain_runtime.contract.errors import ProtrainError
 

@@ -29,8 +29,7 @@ def _changes(
     names = list(dict.fromkeys((*new, *old)))
     changes = [change(old.get(name), new.get(name)) for name in names]
     for run in runs(names, changes):
-        first, last = names[run[0]], names[run[-1]]
-        yield first if len(run) == 1 else fold(first, last), len(run), changes[run[0]]
+        yield fold(names[run[0]], names[run[-1]]), len(run), changes[run[0]]
 
 
 _MAX_SHOWN = 3

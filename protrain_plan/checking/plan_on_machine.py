@@ -16,8 +16,7 @@ from protrain_plan.checking.plan_files import Case
 from protrain_plan.checking.reestimate import Broken, Today, Unavailable
 from protrain_plan.checking.reviewed import refuse_outside
 from protrain_plan.hardware.catalogue import hardware_names, load_hardware
-from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.model.problem import misfit as problem_misfit
+from protrain_plan.planning.model.problem import Problem, checked
 from protrain_plan.planning.search.evaluation import step_seconds
 from protrain_plan.planning.stages.pipelines import of_plan, problems_of
 from protrain_plan.simulation.group import not_joined, profile_of_rank
@@ -47,13 +46,11 @@ def predicted(plan: Plan, profile: Profile) -> Predicted:
 
 def misfit(plan: Plan, profile: Profile) -> str | None:
     """Say why the plan's units do not decide about the profile's; None where they do."""
-    if (found := problem_misfit(plan, profile)) is not None:
-        return found.problem
-    problem = Problem.of_plan(plan, profile)
-    for index, unit in enumerate(plan.units):
-        if problem.unit_plan(index, unit.activations, unit.states, unit.schedule) != unit:
-            return f"{unit.name} differs from its entry in the profile"
     try:
+        problem = checked(plan, profile)
+        for index, unit in enumerate(plan.units):
+            if problem.unit_plan(index, unit.activations, unit.states, unit.schedule) != unit:
+                return f"{unit.name} differs from its entry in the profile"
         for of_stage, own in problems_of(plan, profile):
             of_stage.program(own.units)
     except ProtrainError as error:

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from protrain_plan.commands.output import prepare_streams
 from protrain_plan.garbage import SELDOM, collected
-from protrain_plan.isolated.ending import INTERRUPTED
+from protrain_plan.isolated.ending import INTERRUPTED, quiet_libraries
 from protrain_plan.isolated.pool import answers_of, processes_at_once
 from protrain_plan.isolated.process import EndedError, Tell, run
-from protrain_plan.isolated.quiet import quiet_libraries
 from protrain_plan.isolated.user_frame import explained
 from protrain_plan.models.presets import read_config
 from protrain_plan.profiling.beside import with_beside

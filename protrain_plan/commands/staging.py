@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from protrain_plan.commands.option_records import BudgetOptions
     from protrain_plan.planning.questions.answer_cache import AnswerCache
     from protrain_plan.planning.questions.answers import Answer, Question
-    from protrain_plan.planning.search.improving import Effort
-    from protrain_plan.planning.stages.answer import Progress, StagesAnswer, StagesQuestion
+    from protrain_plan.planning.search.improving import Effort, Progress
+    from protrain_plan.planning.stages.answer import StagesAnswer, StagesQuestion
     from protrain_plan.profiling.estimate_cache import EstimateCache
     from protrain_runtime.contract.records.hardware import Hardware
     from protrain_runtime.contract.records.plan import StepSettings

@@ -1,6 +1,7 @@
-"""A process that ends with the one that it works for."""
+"""A process that ends with the one that it works for, and libraries that are quiet in it."""
 
 import ctypes
+import logging
 import signal
 import sys
 
@@ -19,3 +20,12 @@ def end_with_parent() -> None:
     parent = parent_process()
     if parent is not None and not parent.is_alive():  # it ended before that
         raise SystemExit(INTERRUPTED)
+
+
+def quiet_libraries() -> None:
+    """Silence libraries that say in this process what is of no use to the reader."""
+    # torchao, which peft imports where it is installed, says what of its kernels a machine lacks.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    # bitsandbytes that it has a kernel for this processor in a package that is not there.
+    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

@@ -13,8 +13,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TypeVar
 
-from protrain_plan.isolated.ending import end_with_parent
-from protrain_plan.isolated.quiet import quiet_libraries
+from protrain_plan.isolated.ending import end_with_parent, quiet_libraries
 from protrain_runtime.contract.errors import ProtrainError
 
 Asked = TypeVar("Asked")

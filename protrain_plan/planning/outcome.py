@@ -60,8 +60,15 @@ class Solved:
     search: tuple[SearchStage, ...] = ()
 
     @property
+    def step_seconds(self) -> float:
+        return self.plan.prediction.step_seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        return self.plan.prediction.lower_bound_seconds
+
+    @property
     def uses_disk(self) -> bool:
-        """Whether the plan keeps anything on disk."""
         return self.plan.prediction.peak_bytes.disk > 0
 
 

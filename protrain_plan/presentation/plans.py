@@ -317,7 +317,7 @@ def answer_text(
 
 def point_text(point: "Point") -> str:
     """A point of a front in a line, while others are searched."""
-    return f"{_typed(point)}: a step of {format_seconds(point.step_seconds)}"
+    return f"{_typed(point)}: a step of {format_seconds(point.solved.step_seconds)}"
 
 
 def _typed(point: "Point") -> str:
@@ -328,10 +328,11 @@ def _typed(point: "Point") -> str:
 def _front_text(answer: "Answer") -> RenderableType:
     """A table of memory against time, with bars in proportion to the slowest step."""
     table = table_of("device memory", "step", "gap", "")
-    slowest = max(point.step_seconds for point in answer.front)
+    slowest = max(point.solved.step_seconds for point in answer.front)
     for point in answer.front:
-        cells = (_typed(point), format_seconds(point.step_seconds), f"{point.solved.gap:.2%}")
-        length = max(1, round(30 * point.step_seconds / slowest))
+        solved = point.solved
+        cells = (_typed(point), format_seconds(solved.step_seconds), f"{solved.gap:.2%}")
+        length = max(1, round(30 * solved.step_seconds / slowest))
         table.add_row(*cells, Text("█" * length, justify="left"))
     return Group(
         table, "", Text("each line is a plan; --device-memory with a line's memory writes it")

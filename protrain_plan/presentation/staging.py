@@ -123,7 +123,7 @@ def pace_text(found: "Pipelined") -> str:
 
 def layout_text(found: "Pipelined") -> str:
     """Return the layout of stages, after other words; empty for one node."""
-    return f"; {found.shape.layout}" if found.pipeline.whole.num_nodes > 1 else ""
+    return f"; {found.shape.layout}" if found.pipeline.settings.group.num_nodes > 1 else ""
 
 
 def _assumed(one: "Assumed") -> str:

@@ -1,5 +1,6 @@
 """Reports of a step's time and memory: a record for programs, sentences for people."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import assert_never
@@ -71,10 +72,9 @@ def report(program: BoundProgram) -> StepReport:
         for index, ((start, end), held) in enumerate(zip(timeline.compute, device, strict=True))
     )
     peak = max(range(len(slots)), key=lambda index: slots[index].device.total)
-    moved: dict[str, int] = {COMPUTE: 0}
+    moved = Counter({COMPUTE: 0})
     for move in sorted(program.moves, key=lambda move: str(move.lane)):
-        lane = str(move.lane)
-        moved[lane] = moved.get(lane, 0) + move.bytes
+        moved[str(move.lane)] += move.bytes
     lanes: list[LaneReport] = []
     for lane, size in moved.items():
         spans = [span for span in timeline.spans if span.lane == lane]
@@ -164,17 +164,13 @@ def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
 def stall_cause(stall: Stall, move: Move) -> str:
     """The cause of a wait, after "for"."""
     what = carried(move.kind)
-    match stall.reason:
-        case "fetch":
-            return f"{what} from {move.lane.tier or 'the other devices'}"
-        case "drain":
-            return f"{what} to be offloaded"
-        case "end":
-            if move.kind == "update":
-                return "the last updates"
-            return f"the last {what}" + " to be offloaded" * (move.lane.direction == "spill")
-        case _:
-            assert_never(stall.reason)
+    if stall.reason == "fetch":
+        return f"{what} from {move.lane.tier or 'the other devices'}"
+    if stall.reason == "drain":
+        return f"{what} to be offloaded"
+    if move.kind == "update":
+        return "the last updates"
+    return f"the last {what}" + " to be offloaded" * (move.lane.direction == "spill")
 
 
 def carried(kind: MoveKind) -> str:
@@ -194,7 +190,7 @@ def carried(kind: MoveKind) -> str:
 
 def _summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
     """The seconds of each name, largest first."""
-    totals: dict[str, float] = {}
+    totals = defaultdict[str, float](float)
     for name, value in seconds:
-        totals[name] = totals.get(name, 0.0) + value
+        totals[name] += value
     return dict(sorted(totals.items(), key=lambda item: -item[1]))

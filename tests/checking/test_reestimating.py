@@ -13,12 +13,12 @@ from protrain_plan.checking.reestimate import Broken, Today
 from protrain_plan.checking.rules import Failed, Finding, Passed, Report, Skipped, check
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
-from protrain_plan.planning.questions.planner import plan as planned
 from protrain_runtime.contract.records import read_plan, read_profile, write_plan, write_profile
 from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.records.profile import Profile
 from tests.support.checking_cases import find_plans, look
 from tests.support.estimates import estimate
+from tests.support.planning_cases import plan as planned
 from tests.support.planning_cases import solved
 
 ROOT = Path(__file__).parents[2]

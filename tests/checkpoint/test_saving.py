@@ -24,7 +24,6 @@ from torch import nn
 from protrain_plan.commands.training import Run
 from protrain_plan.models.batches import Batch, call_model, loss_of
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan as plan_within
 from protrain_plan.presentation.plans import solved_text
 from protrain_runtime import load, prepare, restore, save, with_master_weights
 from protrain_runtime.checkpoint.index import INDEX
@@ -48,6 +47,7 @@ from tests.support.commands import MODEL, PROTRAIN, printed, protrain
 from tests.support.messages import Speaker
 from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import cpu, decoder
+from tests.support.planning_cases import plan as plan_within
 from tests.support.runtime_cases import (
     CATALOGUE,
     Factory,

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.plan import Budgets, Plan
 from protrain_runtime.contract.records.profile import Profile
@@ -21,6 +20,7 @@ from tests.support.estimates import estimates
 from tests.support.hostile_models import WORKLOAD, Chain, Hostile
 from tests.support.judging import profiled
 from tests.support.messages import Speaker
+from tests.support.planning_cases import plan
 from tests.support.runtime_cases import profiled_here
 from tests.support.thinning import thinned
 from tests.support.trained import train

@@ -59,7 +59,6 @@ def planned(one: Question, effort: Effort = EFFORT, *, stages: list[str] | None 
     return solved(
         solve_sparing(
             one.problems(),
-            one.budgets,
             effort=replace(effort, progress=lambda stage, *_: seen.append(stage)),
         )
     )
@@ -69,7 +68,7 @@ def planned(one: Question, effort: Effort = EFFORT, *, stages: list[str] | None 
 def freely(one: Question, *, disk: bool) -> Solved | None:
     """The plan of a search that uses the disk as any tier, or has none."""
     one = one if disk else with_resource(one, "disk", 0)
-    found = solve_any(one.problems(), one.budgets, effort=EFFORT)
+    found = solve_any(one.problems(), effort=EFFORT)
     return found if isinstance(found, Solved) else None
 
 
@@ -117,7 +116,6 @@ def test_a_bound_on_plans_without_the_disk_is_none_on_those_with_it() -> None:
 
     early = solve_sparing(
         GREAT.problems(),
-        GREAT.budgets,
         effort=replace(EFFORT, stopped=lambda: bool(ended), progress=told),
     )
     assert not solved(early).uses_disk
@@ -198,7 +196,7 @@ def test_a_given_up_search_without_the_disk_lets_none_in_that_gains_less() -> No
     """No plan takes 0.45 s: the search without the disk ends before it has found its fastest."""
     effort = replace(EFFORT, enough_s=0.45)
     closed = with_resource(SPARED, "disk", 0)
-    given_up = solved(solve_any(closed.problems(), closed.budgets, effort=effort))
+    given_up = solved(solve_any(closed.problems(), effort=effort))
     assert seconds(given_up) > seconds(freely(SPARED, disk=True)) * (1 + DISK_GAIN)
     assert not planned(SPARED, effort).uses_disk
 

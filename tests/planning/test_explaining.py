@@ -20,8 +20,7 @@ from protrain_plan.planning.explain.explaining import (
 )
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.model.solver import solve
-from protrain_plan.planning.questions.planner import plan
+from protrain_plan.planning.model.solver import relaxed
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.hardware import Hardware
@@ -42,6 +41,7 @@ from tests.support.planning_cases import (
     MB,
     drafted,
     gpu,
+    plan,
     question,
     random_profile,
     small,
@@ -289,7 +289,7 @@ def test_worth_of_memory_is_what_planning_with_more_saves() -> None:
     more = 200 * MB
     at_first, at_last = (worth(explain(profile, one.plan)) for one in (before, after))
     bounds = [
-        solve(model.pulp, integer=False).bound * model.second_unit
+        relaxed(model.pulp).bound * model.second_unit
         for model in (Fluid(problem_of(profile, one.plan)) for one in (before, after))
     ]
     # The bound is convex in the budget.

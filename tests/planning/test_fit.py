@@ -104,7 +104,7 @@ def test_the_fastest_micro_batch_is_that_of_planning_all(device: int) -> None:
         for size in (1, 2, 4, 8)
     ]
     effort = Effort(gap_target=GAP)
-    found = [solve_any(one.problems(), one.budgets, effort=effort) for one in questions]
+    found = [solve_any(one.problems(), effort=effort) for one in questions]
     seconds = [one.plan.prediction.step_seconds for one in found if isinstance(one, Solved)]
     assert len(seconds) == (4 if device > 3 * GB else 3)
     number = fastest_batch(questions, effort=effort)

@@ -10,7 +10,7 @@ from protrain_plan.planning.model.options import EXACT_UPDATES, Pin, parse_pin
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.planning.search.improving import TOLERANCE
+from protrain_plan.planning.search.improving import TOLERANCE, Effort
 from protrain_plan.presentation.plans import other_results
 from protrain_runtime.contract.records import read_plan, write_plan
 from protrain_runtime.contract.records.forms import FORMS
@@ -34,7 +34,7 @@ AMPLE = 10**12
 
 def planned_with(profile: Profile, device: int, allow: tuple[str, ...]) -> Solved | Infeasible:
     budgets = Budgets(device=device, host=AMPLE, disk=AMPLE)
-    return solve_problem(Problem.of(profile, budgets, allow=allow), budgets)
+    return solve_problem(Problem.of(profile, budgets, allow=allow), effort=Effort())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_pin_by_leave_is_kept_though_it_gains_nothing() -> None:
     block = next(unit.name for unit in profile.units if unit.forms[1:])
     pins = (parse_pin(f"{block}: keep int8"),)
     problem = Problem.of(profile, budgets, pins=pins, allow=LEAVE)
-    assert solved(solve_problem(problem, budgets)).plan.exactness == "approximate"
+    assert solved(solve_problem(problem, effort=Effort())).plan.exactness == "approximate"
 
 
 # --- plans for accelerators say what the host's kernels round otherwise, and do without if asked --
@@ -83,7 +83,7 @@ def planned(hardware: Hardware, *pins: Pin) -> Plan:
     ample = Budgets(device=AMPLE, host=AMPLE, disk=AMPLE)
     least = least_bytes(Problem.of(profile, ample, pins=pins))
     budgets = replace(ample, device=round(1.1 * least) + hardware.device.besides_bytes)
-    return solved(solve_problem(Problem.of(profile, budgets, pins=pins), budgets)).plan
+    return solved(solve_problem(Problem.of(profile, budgets, pins=pins), effort=Effort())).plan
 
 
 def test_a_plan_that_updates_on_the_host_says_so_and_its_reader_knows(tmp_path: Path) -> None:

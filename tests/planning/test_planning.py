@@ -21,7 +21,7 @@ from protrain_plan.planning.questions.answers import Objective
 from protrain_plan.planning.questions.disk import solve_sparing
 from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import ask
-from protrain_plan.planning.questions.planner import MOVING_GAIN, plan, solve_any, solve_problem
+from protrain_plan.planning.questions.planner import MOVING_GAIN, solve_any, solve_problem
 from protrain_plan.planning.search.baselines import BASELINES, Baseline, baseline, keeping
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
@@ -59,6 +59,7 @@ from tests.support.planning_cases import (
     kept_bytes,
     least_bytes,
     on_several,
+    plan,
     question,
     random_profile,
     small,
@@ -168,7 +169,7 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int, *, severa
     device = least + int(rng.random() * max(0, kept_bytes(free) - least))
     budgets = replace(asked.budgets, device=device + free.profile.hardware.device.context_bytes)
     problem = replace(asked, budgets=budgets).problem()
-    answer = solved(solve_problem(problem, budgets))
+    answer = solved(solve_problem(problem, effort=Effort()))
     found, prediction, seconds = answer.plan, answer.plan.prediction, 0.0
     assert loads_plan(dumps_plan(found)) == found
     settings = (found.settings.updates, found.settings.micro_batches, found.group)
@@ -494,7 +495,8 @@ def test_any_pins_give_a_plan_that_keeps_them_or_one_answer(seed: int) -> None:
         return
     found = answer.solved.plan
     for unit, options in zip(found.units, pinned, strict=True):
-        assert options.decision(unit.activations, unit.states) is not None
+        activations, states = options.numbers
+        assert unit.activations in activations and unit.states in states
     program = asked.problem().overlapping(found.settings.overlap_steps).program(found.units)
     most = max(slot.total for slot in device_bytes(program))
     assert most <= found.prediction.peak_bytes.device <= asked.problem().device
@@ -688,9 +690,7 @@ Change = Callable[[Problem, random.Random], Problem]
 
 
 def planned(*problems: Problem, spare: bool = False) -> Plan:
-    besides = problems[0].profile.hardware.device.besides_bytes
-    budgets = Budgets(device=problems[0].device + besides, host=PLENTY.host, disk=PLENTY.disk)
-    return solved((solve_sparing if spare else solve_any)(problems, budgets)).plan
+    return solved((solve_sparing if spare else solve_any)(problems, effort=Effort())).plan
 
 
 def tight(rng: random.Random, *, several: bool) -> Problem:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from protrain_plan.planning.model.counting import Counting
 from protrain_plan.planning.model.fluid import Fluid, windows
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.model.solver import LinearProgram, relaxed
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search import choices
 from protrain_plan.planning.search.choices import leanest_plain, min_memory
 from protrain_plan.planning.search.evaluation import PACES, Evaluator, step_seconds
@@ -28,6 +27,7 @@ from tests.support.planning_cases import (
     cpu,
     decoder,
     gpu,
+    plan,
     random_profile,
     solved,
     with_launches,
@@ -79,12 +79,13 @@ def test_bound_is_below_every_random_plan_within_its_budget(seed: int, *, severa
     device = lean.bytes + int(rng.random() ** 2 * (largest - lean.bytes))
     problem = replace(problem, device=device)
     fluid = Fluid(problem, window=rng.choice([1, 1, 2, 3, 4]))
-    relaxed = solve(fluid.pulp, integer=False)
-    counted = solve(fluid.pulp, integer=True, max_nodes=20)
-    assert relaxed.status == "optimal"
-    assert counted.bound >= relaxed.bound * (1 - 1e-6)
+    fractional = relaxed(fluid.pulp)
+    counted = LinearProgram(fluid.pulp).solve(integer=True, max_nodes=20)
+    assert fractional.status == "optimal"
+    assert counted.bound >= fractional.bound * (1 - 1e-6)
     # Where one plan is left, the solver may find none: the planner leaves that answer out, too.
-    bound = fluid.lower_bound_seconds(counted.bound if isfinite(counted.bound) else relaxed.bound)
+    proven = counted if isfinite(counted.bound) else fractional
+    bound = fluid.lower_bound_seconds(proven.bound)
     evaluation = 0
     for attempt in range(400):
         choice = random_choice(problem, rng) if attempt else lean.choice
@@ -182,7 +183,7 @@ def test_the_bound_over_whole_numbers_is_that_of_the_best_choice(seed: int) -> N
     _, bound = proved(problem)
     assert bound <= min(fixed_seconds(problem, choice) for choice in chosen) * (1 + 1e-6)
     fluid = Fluid(problem)
-    answer = solve(fluid.pulp, integer=True, gap=1e-6)
+    answer = LinearProgram(fluid.pulp).solve(integer=True, gap=1e-6)
     # Rounds end a little before the bound is what the numbers take.
     assert bound == pytest.approx(answer.bound * fluid.second_unit, rel=1e-3)
 

@@ -191,9 +191,9 @@ def test_frozen_weights_that_host_memory_lacks_room_for_come_from_disk_beside_th
     profile = replace(whole, units=(whole.units[0], *blocks, whole.units[-1]))
     weights = sum(unit.parameter_bytes for unit in blocks)
     budgets = replace(within(profile, 2000 * MB), host=round(0.95 * weights))
-    part = solve_problem(question(profile, budgets).problem(), budgets)
+    part = solve_problem(question(profile, budgets).problem(), effort=Effort())
     monkeypatch.setattr(options, "ON_DISK", ())
-    apart = solve_problem(question(profile, budgets).problem(), budgets)
+    apart = solve_problem(question(profile, budgets).problem(), effort=Effort())
     assert isinstance(part, Solved) and isinstance(apart, Solved)
     assert any(unit.states.on_disk for unit in part.plan.units)
     assert part.plan.prediction.step_seconds <= 0.9 * apart.plan.prediction.step_seconds
@@ -214,7 +214,7 @@ def test_parts_on_disk_make_no_plan_of_a_small_model_slower(
     steps: list[float] = []
     for parts in (ON_DISK, ()):
         monkeypatch.setattr(options, "ON_DISK", parts)
-        solved = solve_problem(question(profile, budgets).problem(), budgets)
+        solved = solve_problem(question(profile, budgets).problem(), effort=Effort())
         assert isinstance(solved, Solved)
         steps.append(solved.plan.prediction.step_seconds)
     assert steps[0] <= steps[1]
@@ -313,7 +313,7 @@ def asked_of(name: str) -> Question:
 @cache
 def chosen(name: str) -> Solved:
     asked = asked_of(name)
-    return solved(solve_any(asked.problems(), asked.budgets, effort=Effort(gap_target=GAP)))
+    return solved(solve_any(asked.problems(), effort=Effort(gap_target=GAP)))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_no_number_of_replicas_is_faster_than_the_chosen_one(name: str) -> None:
     prediction = best.plan.prediction
     assert prediction.lower_bound_seconds <= prediction.step_seconds
     for problem, told in zip(asked.problems(), best.replicas, strict=True):
-        alone = solve_problem(problem, asked.budgets, effort=Effort(gap_target=GAP))
+        alone = solve_problem(problem, effort=Effort(gap_target=GAP))
         assert told.number == problem.settings.group.num_replicas
         if isinstance(alone, Infeasible):  # fractions of decisions may fit all the same
             continue
@@ -369,8 +369,8 @@ def test_what_other_numbers_would_take_is_told() -> None:
 
 def test_where_nothing_fits_the_fewest_replicas_say_what_is_missing() -> None:
     asked = replace(asked_of("little memory"), budgets=Budgets(device=0, host=0, disk=0))
-    found = infeasible(solve_any(asked.problems(), asked.budgets))
-    assert found == solve_problem(asked.problem(), asked.budgets)
+    found = infeasible(solve_any(asked.problems(), effort=Effort()))
+    assert found == solve_problem(asked.problem(), effort=Effort())
 
 
 @pytest.mark.nightly

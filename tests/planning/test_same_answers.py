@@ -15,6 +15,7 @@ import pytest
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.decisions import activations_text, states_text
 from protrain_runtime.contract.records.plan import ALONE, Budgets, Plan, Schedule, Updates
 from tests.support.planning_cases import MB, kept_bytes, least_bytes, on_several, random_profile
@@ -31,7 +32,7 @@ MODES: tuple[tuple[Updates, int], ...] = (
 SHARES = (-0.05, 0.01, 0.1, 0.3, 0.6, 1.0)  # from just too small, on the way to everything kept
 
 
-def problem_of(number: int) -> tuple[Problem, Budgets]:
+def problem_of(number: int) -> Problem:
     rng = random.Random(number)
     profile, group = random_profile(rng, max_blocks=5), ALONE
     if number % 3 == 2:
@@ -45,7 +46,7 @@ def problem_of(number: int) -> tuple[Problem, Budgets]:
     least, share = least_bytes(problem), SHARES[number // 2 % len(SHARES)]
     device = round(least + (kept_bytes(problem) - least) * share)
     budgets = replace(ample, device=device + profile.hardware.device.context_bytes)
-    return Problem.of(profile, budgets, settings=settings), budgets
+    return Problem.of(profile, budgets, settings=settings)
 
 
 def decided(plan: Plan) -> list[str]:
@@ -67,8 +68,7 @@ def slots(lead: float | None) -> str:
 
 
 def answer(number: int) -> dict[str, Any]:
-    problem, budgets = problem_of(number)
-    outcome = solve_problem(problem, budgets)
+    outcome = solve_problem(problem_of(number), effort=Effort())
     match outcome:
         case Infeasible():
             return {"short of": outcome.tier, "by": outcome.shortfall_bytes}

@@ -81,7 +81,7 @@ def small(rng: random.Random, num_units: int = 4, *, alike: bool = False) -> Pro
 def pipeline(profile: Profile, device: int, shape: Shape, host: int = 4 * 10**9) -> Pipeline:
     budgets = Budgets(device=device, host=host, disk=0)
     whole = DeviceGroup(num_devices=shape.stages * shape.group.num_devices)
-    return Pipeline(profile, budgets, StepSettings(group=whole), whole, shape)
+    return Pipeline(profile, budgets, StepSettings(group=whole), shape)
 
 
 def asked(
@@ -113,7 +113,7 @@ def test_cuts_match_all_cuts(seed: int) -> None:
     ]
     found = best_cuts(bound, units, range(1, units), p)
     assert found.seconds == min(every)
-    assert max(bound(s, i, j) for s, (i, j) in enumerate(found.runs)) == found.seconds
+    assert max(bound(*run) for run in found.runs) == found.seconds
     assert best_cuts(bound, units, range(1, units), p, min(every)) == (min(every), ())
 
 
@@ -183,7 +183,7 @@ def test_answers_match_exhaustive_search_over_cuts_and_decisions(
         return
     assert best * (1 - 1e-9) <= found.step_seconds <= best * 1.002
     # What is told is that, or one stage that no pipeline is much faster than.
-    answer = plan_stages(question).best
+    answer = plan_stages(question, effort=Effort()).best
     assert answer is not None
     assert answer.step_seconds <= found.step_seconds * (1 + GAP)
 
@@ -422,7 +422,7 @@ def test_a_pipeline_with_clipping_waits_for_the_norm_and_repeats_no_update() -> 
         for s in (0, 1):
             runs = line.runs((2, 4), s)
             problem = line.problem(runs, s)
-            found = solve_problem(problem, line.budgets)
+            found = solve_problem(problem, effort=Effort())
             assert isinstance(found, Solved)
             assert not found.plan.prediction.clipped_step_seconds
             stages.append(planned(problem, runs, found.plan))
@@ -494,7 +494,7 @@ def test_bounds_are_below_what_a_better_profile_takes() -> None:
     """Profiles between two batches are interpolated, and their estimates may be faster."""
     profile = small(random.Random(0))
     question = asked(profile, Budgets(device=10**10, host=10**9, disk=0), 2, 2)
-    answer = plan_stages(question)
+    answer = plan_stages(question, effort=Effort())
     faster = [
         replace(
             one,
@@ -527,7 +527,7 @@ def test_stages_reduce_every_micro_batch_by_leave() -> None:
     for allow in ((), (ROUNDING,)):
         for device in range(400, 1400, 20):
             budgets = Budgets(device=device * MB, host=4 * 10**9, disk=0)
-            answer = plan_stages(replace(question, budgets=budgets, allow=allow))
+            answer = plan_stages(replace(question, budgets=budgets, allow=allow), effort=Effort())
             if answer.single:
                 least[allow] = device
                 plan = answer.single.plan(answer.lower_bound_seconds)

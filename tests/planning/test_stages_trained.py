@@ -20,6 +20,7 @@ from benchmarks.pipeline import (
 )
 from benchmarks.pipeline_runs import Trained, Way, train
 from examples.train_stages import Stage
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.planning.stages.answer import StagesQuestion, plan_stages
 from protrain_runtime.contract.records.plan import Plan
 from tests.support.ranks_cases import run_ranks
@@ -60,7 +61,7 @@ def test_stages_train_with_the_bits_of_one_process_within_their_peaks(
 ) -> None:
     question, plan = asked(schedule, micro_batches)
     (profile,), way = question.profiles.values(), way_of(plan, SPECIMEN)
-    assert plan_stages(question).single is None
+    assert plan_stages(question, effort=Effort()).single is None
     assert plan.pipeline
     assert 0 < len(way.recomputed) < 4
     stages = run_ranks(counted, 2, tmp_path, way)

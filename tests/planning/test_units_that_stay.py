@@ -7,7 +7,6 @@ import pytest
 from protrain_plan.checking.plan_on_machine import misfit
 from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
-from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.baselines import BASELINES, baseline
 from protrain_plan.planning.search.choices import min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
@@ -15,7 +14,7 @@ from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.plan import PERSISTENT, Budgets, Placement
 from protrain_runtime.contract.records.profile import SPARSE, Profile
 from tests.support.messages import Speaker
-from tests.support.planning_cases import MB, decoder, gpu, infeasible, least_bytes, solved
+from tests.support.planning_cases import MB, decoder, gpu, infeasible, least_bytes, plan, solved
 
 STAYING = (0, 2)
 WHY = "complex parameters beside real ones"

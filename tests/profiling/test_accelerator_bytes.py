@@ -15,7 +15,6 @@ from protrain_plan.models.sources import ModelSource
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.growth import in_proportion
-from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.memory.unit_bytes import analyze_units
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.errors import RecordError
@@ -30,6 +29,7 @@ from protrain_runtime.states.chunk_layouts import make_chunk
 from tests.support.estimates import estimate
 from tests.support.messages import Speaker
 from tests.support.planning_cases import MB, decoder, gpu, solved
+from tests.support.planning_cases import plan as solve
 
 BLOCK = 512
 HELD_BACK = 300 * MB

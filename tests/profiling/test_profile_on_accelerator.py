@@ -19,7 +19,6 @@ from protrain_plan.hardware.overheads import measure_overheads
 from protrain_plan.hardware.probe import probe
 from protrain_plan.models.optimizers import DEFAULT_OPTIMIZER
 from protrain_plan.planning.model.problem import Problem
-from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.measured import measure_model
 from protrain_plan.profiling.memory.unit_bytes import analyze_units
 from protrain_plan.profiling.optimizer_cost import optimizer_cost
@@ -37,6 +36,7 @@ from tests.support.estimates import asked as options_of
 from tests.support.estimates import batches_of, model_of, small_source
 from tests.support.operator_logs import looking
 from tests.support.planning_cases import gpu, kept_bytes, least_bytes, solved
+from tests.support.planning_cases import plan as solve
 from tests.support.programs import compile_units
 from tests.support.trained import train
 

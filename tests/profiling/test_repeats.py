@@ -11,7 +11,6 @@ from torch import nn
 
 from protrain_plan.planning.explain.explaining import explain, in_words
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan
 from protrain_plan.presentation.profiles import caveats, repeats
 from protrain_plan.profiling.structure.discovery import discover
 from protrain_runtime.contract.records.plan import Budgets
@@ -20,6 +19,7 @@ from tests.support.commands import printed, protrain
 from tests.support.hostile_models import WIDTH, Block, batch_of
 from tests.support.judging import PLANS, judged, profiled
 from tests.support.messages import Speaker
+from tests.support.planning_cases import plan
 from tests.support.repeating_models import REPEATING, before_core, repeating
 
 

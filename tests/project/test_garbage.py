@@ -9,10 +9,10 @@ import pytest
 from protrain_plan.garbage import SELDOM, USUAL, collected
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.models.sources import load_source
-from protrain_plan.planning.questions.planner import plan
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.plan import Budgets
 from tests.support.estimates import estimates
+from tests.support.planning_cases import plan
 
 
 def interrupted() -> None:

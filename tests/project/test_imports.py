@@ -244,7 +244,7 @@ commands = (
 light = (
     *("commands", "cli", "garbage"),
     *("presentation", "presentation.terminal"),
-    *("isolated", "isolated.ending", "isolated.quiet"),
+    *("isolated", "isolated.ending"),
 )
 allowed = {"protrain_plan", "protrain_runtime", "protrain_runtime.contract"}
 allowed |= {f"protrain_runtime.contract.{name}" for name in ("errors", "escaping", "units")}

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan as solve
 from protrain_runtime.contract.program.compiling import program_of
 from protrain_runtime.contract.program.memory import promised_bytes
 from protrain_runtime.contract.records import write_plan
 from protrain_runtime.contract.records.plan import PERSISTENT, Budgets, Placement
 from tests.support.plan_settings import with_settings
+from tests.support.planning_cases import plan as solve
 from tests.support.runtime_cases import profiled_here
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from protrain_plan.commands.training import Run as Trained
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.outcome import Solved
-from protrain_plan.planning.questions.planner import plan as solve
 from protrain_runtime import OutOfMemoryError, explain_memory, full_parameters, record, restore
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.compiling import program_of
@@ -63,6 +62,7 @@ from tests.support.parity_rows import ROWS, assert_row
 from tests.support.peaks import trained
 from tests.support.plan_settings import with_settings
 from tests.support.planning_cases import gpu
+from tests.support.planning_cases import plan as solve
 from tests.support.runtime_cases import (
     CATALOGUE,
     Subject,

@@ -25,7 +25,6 @@ from protrain_plan.models.optimizers import optimizer_factory
 from protrain_plan.models.sources import load_source
 from protrain_plan.planning.model.problem import OVERLAPPING
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.profiling.optimizer_cost import workspace
 from protrain_plan.simulation.wear import wear
 from protrain_runtime.contract.program.compiling import program_of
@@ -71,6 +70,7 @@ from tests.support.peaks import (
     trained,
     without_freedom,
 )
+from tests.support.planning_cases import plan as solve
 from tests.support.programs import compile_units
 from tests.support.runtime_cases import (
     FRACTIONAL,

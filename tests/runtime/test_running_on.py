@@ -21,6 +21,7 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.planning.search.improving import Effort
 from protrain_runtime import MovingAverage, full_parameters, load, restore, save
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import (
@@ -532,7 +533,7 @@ def test_the_planner_updates_in_backward_where_gradients_have_no_room_alone(
     def solved(device: int, *pins: str) -> Solved | Infeasible:
         budgets = Budgets(device=device, host=0, disk=0)
         found = Problem.of(nothing_below, budgets, pins=[parse_pin(pin) for pin in pins])
-        return solve_problem(found, budgets)
+        return solve_problem(found, effort=Effort())
 
     at_the_step, anyhow = solved(0, "*: persistent"), solved(0)
     assert isinstance(at_the_step, Infeasible)

@@ -40,6 +40,7 @@ from protrain_plan.planning.model.options import parse_pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Solved
 from protrain_plan.planning.questions.planner import solve_problem
+from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.activations.forms import around, wrap_forward
 from protrain_runtime.activations.late_values import LateValues, UsedTwiceError
 from protrain_runtime.activations.tiled_loss import TILE_ROWS, loss_in_place, tile_rows
@@ -880,7 +881,7 @@ def test_a_tight_budget_takes_it_and_stays_within_the_peak(
         settings = replace(OVERLAPPING, piece_bytes=PIECE_BYTES)
         pins = (parse_pin("layers.*: keep"),)
         problem = Problem.of(profile, budgets, pins=pins, allow=allow, settings=settings)
-        found = solve_problem(problem, budgets)
+        found = solve_problem(problem, effort=Effort())
         assert isinstance(found, Solved)
         return found
 

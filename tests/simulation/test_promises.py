@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from protrain_plan.planning.questions.planner import plan as solve
 from protrain_plan.planning.search.improving import Effort
 from protrain_plan.presentation.profiles import trust, unsteady
 from protrain_runtime.contract.program.memory import exceeded, promised_bytes
@@ -25,6 +24,7 @@ from tests.support import forked
 from tests.support.commands import printed, protrain
 from tests.support.peaks import profile_file
 from tests.support.planning_cases import MB, RATES, cpu, decoder, solved
+from tests.support.planning_cases import plan as solve
 
 BUDGETS = Budgets(device=5000 * MB, host=0, disk=10**12)
 REPETITIONS = Repetitions(num_steps=9, low=0.9, high=1.05, planned=1.3)

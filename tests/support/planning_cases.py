@@ -10,7 +10,9 @@ from protrain_plan.planning.model.options import Pin
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.answers import Question
+from protrain_plan.planning.questions.planner import Hint, solve_problem
 from protrain_plan.planning.search.choices import min_memory
+from protrain_plan.planning.search.improving import Effort
 from protrain_plan.profiling.tally import Tally, UpdateWork
 from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.hardware import (
@@ -485,3 +487,16 @@ def with_copies(profile: Profile, rng: random.Random) -> Profile:
             forms = [keep, tiles]
         units.append(replace(one, forms=tuple(forms)))
     return replace(profile, units=tuple(units), allowed=("rounding", "int8-activations"))
+
+
+def plan(
+    profile: Profile,
+    budgets: Budgets,
+    settings: StepSettings = OVERLAPPING,
+    *,
+    effort: Effort | None = None,
+    hints: Sequence[Hint] = (),
+) -> Solved | Infeasible:
+    """The fastest plan found within `budgets` (context included), or `Infeasible`."""
+    problem = Problem.of(profile, budgets, settings)
+    return solve_problem(problem, effort=effort or Effort(), hints=hints)

@@ -6,7 +6,7 @@ from typing import get_args
 
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import Choice, Problem
-from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.model.solver import relaxed
 from protrain_plan.planning.search.evaluation import plans_of
 from protrain_runtime.contract.records.plan import (
     ALONE,
@@ -62,12 +62,8 @@ def random_problem(
 def fixed_seconds(problem: Problem, choice: Choice) -> float:
     """The fluid model's step with these decisions; infinity where it has none."""
     fluid = Fluid(problem)
-    kinds = zip(fluid.activations, fluid.states, choice, strict=True)
-    for activations, states, (activation, state) in kinds:
-        for variables, chosen in ((activations, activation), (states, state)):
-            for number, variable in enumerate(variables):
-                variable.bounds(int(number == chosen), int(number == chosen))
-    answer = solve(fluid.pulp, integer=False)
+    fluid.fix(choice)
+    answer = relaxed(fluid.pulp)
     return fluid.second_unit * answer.bound if answer.status == "optimal" else inf
 
 

@@ -117,7 +117,7 @@ def stages_step(stage: int | None = None, *, micro_batches: int = 8) -> Step:
     budgets = Budgets(device=60 * 10**9, host=500 * 10**9, disk=0)
     shape = Shape(stages=4, group=ALONE, batch=1, micro_batches=micro_batches)
     whole = DeviceGroup(num_devices=4, num_nodes=2)
-    pipeline = Pipeline(profile, budgets, StepSettings(), whole, shape)
+    pipeline = Pipeline(profile, budgets, StepSettings(group=whole), shape)
     led = Schedule(forward_lead=1, backward_lead=1, update_drain=1)
     lean: list[Decision] = [(RECOMPUTE, Placement(tier="host"), led)]
     kept: list[Decision] = [(KEEP, PERSISTENT, Schedule())]

@@ -11,14 +11,14 @@ from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import device_bytes
 from protrain_runtime.contract.program.program import slot_words
 from protrain_runtime.contract.records.hardware import TierName
-from protrain_runtime.contract.records.plan import Budgets, Schedule
+from protrain_runtime.contract.records.plan import Schedule
 from protrain_runtime.contract.units import exact_bytes, format_bytes
 
 _BESIDES = "besides tensors"
 _HELD_BACK = "held back for the allocator"
 
 
-def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infeasible:
+def infeasible(problem: Problem, lean: Leanest | None) -> Infeasible:
     """The answer for a problem whose leanest choice, `lean`, exceeds the device's budget."""
     if lean is None:
         # A persistent choice that keeps everything needs nothing below the device: the pins do.
@@ -27,7 +27,7 @@ def infeasible(problem: Problem, budgets: Budgets, lean: Leanest | None) -> Infe
             key="--pin",
             fix="pin fewer decisions, or raise --host-memory and --disk",
         )
-    besides = problem.profile.hardware.device.besides_bytes
+    budgets, besides = problem.budgets, problem.profile.hardware.device.besides_bytes
     slot, occupants = _tightest(problem, lean)
     needed = lean.bytes + besides
     word, lacking = _lacking(problem)
@@ -93,7 +93,7 @@ def _tightest(problem: Problem, lean: Leanest) -> tuple[str, tuple[tuple[str, in
     at_once = Schedule(swap_drain=0, update_drain=0)
     plans = plans_of(problem, lean.choice, [at_once] * problem.count)
     slots = device_bytes(problem.program(plans))
-    tightest = max(range(len(slots)), key=lambda t: (static[t], -t))
+    tightest = static.index(max(static))
     name = slot_words(problem.profile.units, tightest)
     name = f"the {name}" if tightest == 2 * problem.count else name
     device = problem.profile.hardware.device

@@ -19,16 +19,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import pulp
 
 from protrain_plan.planning.model.fluid import Fluid
-from protrain_plan.planning.model.problem import Choice, Problem, misfit
+from protrain_plan.planning.model.options import Option
+from protrain_plan.planning.model.problem import Choice, Problem, checked
 from protrain_plan.planning.outcome import SearchStage
 from protrain_plan.planning.search.evaluation import Evaluation, Evaluator
 from protrain_runtime.contract.errors import ProtrainError
-from protrain_runtime.contract.program.effects import ActivationOption, StateOption
+from protrain_runtime.contract.program.effects import ActivationOption
 from protrain_runtime.contract.program.memory import evaluation_bytes
 from protrain_runtime.contract.program.program import LAUNCHES, slot_words, unit_words
 from protrain_runtime.contract.records.decisions import WORDINGS
@@ -67,6 +68,7 @@ NEGLIGIBLE = 1e-7
 """The solver's tolerance: smaller duals are zero."""
 
 Kind = Literal["activations", "states"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +155,10 @@ def explain(profile: Profile, plan: Plan, search: Sequence[SearchStage] = ()) ->
 
     ProtrainError if the profile lacks the plan's units or decisions, or exceeds its budgets.
     """
-    if (found := misfit(plan, profile)) is not None:
-        raise ProtrainError(found.problem, fix="plan again")
-    problem = Problem.of_plan(plan, profile)
+    try:
+        problem = checked(plan, profile)
+    except ProtrainError as error:
+        raise ProtrainError(error.message, fix="plan again") from None
     choice = problem.choice_of(plan.units)
     explainer = _Explainer(problem, choice, gap=plan.gap)
     # Blocks of one class with the same decisions; a part is its own group.
@@ -251,10 +254,7 @@ def limits_of(problem: Problem, choice: Choice) -> Iterator[Limit]:
 
 def _lane_limits(model: Fluid, choice: Choice) -> list[LaneLimit] | None:
     """Lanes' shares of a step with these decisions, fixed from now on; None if HiGHS fails."""
-    for unit, (activation, state) in enumerate(choice):
-        for taken, decisions in ((activation, model.activations), (state, model.states)):
-            for number, decision in enumerate(decisions[unit]):
-                decision.bounds(float(number == taken), float(number == taken))
+    model.fix(choice)
     if not _solved(model.pulp):
         return None
     shares = sorted(_shares(model).items(), key=lambda item: -item[1])
@@ -293,11 +293,8 @@ def _worth_of_slots(model: Fluid) -> Iterator[MemoryLimit]:
                 continue
             run = list(units)
             inside = [names[unit] for unit in run]
-            words = inside[0]
-            if len(inside) > 1:
-                words = f"{inside[0]} to {inside[-1]}"
-                if len(list(runs(inside, [None] * len(inside)))) == 1:
-                    words = fold(inside[0], inside[-1])
+            is_run = len(list(runs(inside))) == 1
+            words = fold(inside[0], inside[-1]) if is_run else f"{inside[0]} to {inside[-1]}"
             yield MemoryLimit(
                 resource="device",
                 seconds_per_gib=sum(seconds[unit] for unit in run),
@@ -321,7 +318,7 @@ def _shares(model: Fluid) -> dict[str, float]:
         for _, state, y in model.each_state()
         if state.gradients or state.scattered
     }
-    decisions = {y.name for of_unit in (*model.activations, *model.states) for y in of_unit}
+    decisions = {one.name for _, one, _ in model.each()}
     shares: dict[str, float] = defaultdict(float)
     for row in model.pulp.constraints():
         if abs(row.pi) < NEGLIGIBLE:
@@ -357,11 +354,12 @@ class _Burden(NamedTuple):
 
 
 class _Compared(NamedTuple):
-    """An alternative, its wording, and the unit's work under it."""
+    """An alternative, its wording, the unit's work under it, and the budget that it exceeds."""
 
     alternative: Alternative
     doing: str
     burden: _Burden
+    short: Shortfall | None
 
     @property
     def extra_s(self) -> float:
@@ -391,8 +389,7 @@ class _Explainer:
         names = [unit_words(self.problem.profile.units, index) for index in units]
         options, (activation, state) = self.problem.options[units[0]], self.choice[units[0]]
         chosen, placed = options.activations[activation], options.states[state]
-        activations = self._others(units, "activations", options.activations, activation)
-        states = self._others(units, "states", options.states, state)
+        activations, states = self._others(units, 0), self._others(units, 1)
         alternatives = tuple(one.alternative for one in (*activations, *states))
         many, subject = len(units) > 1, units_text(names)
         plural = many or subject != self.problem.profile.units[units[0]].name  # with the loss
@@ -421,22 +418,17 @@ class _Explainer:
             alternatives=alternatives,
         )
 
-    def _others(
-        self,
-        units: Sequence[int],
-        kind: Kind,
-        options: Sequence[ActivationOption | StateOption],
-        chosen: int,
-    ) -> list[_Compared]:
+    def _others(self, units: Sequence[int], kind: int) -> list[_Compared]:
         """The group's middle unit with every other decision of one kind."""
         found: list[_Compared] = []
-        for number, option in enumerate(options):
-            if number == chosen:
+        for number, option in enumerate(self.problem.options[units[0]].kinds[kind]):
+            if number == self.choice[units[0]][kind]:
                 continue
             wording = WORDINGS[option.decision]
-            alternative = Alternative(kind=kind, decision=wording.phrase)
-            changed = self._changed(units[len(units) // 2 :][:1], kind, number)
-            if short := _shortfall(self.problem, changed):
+            alternative = Alternative(kind=KINDS[kind], decision=wording.phrase)
+            changed = self._changed([units[len(units) // 2]], kind, number)
+            short = _shortfall(self.problem, changed)
+            if short is not None:
                 alternative = replace(
                     alternative, shortfall_bytes=short.bytes, tier=short.tier, slot=short.slot
                 )
@@ -452,26 +444,25 @@ class _Explainer:
                     in_all=_shortfall(self.problem, self._changed(units, kind, number)),
                 )
             doing = wording.doing(many=len(units) > 1)
-            found.append(_Compared(alternative, doing, self._burden(option)))
+            found.append(_Compared(alternative, doing, self._burden(option), short))
         return found
 
-    def _burden(self, option: ActivationOption | StateOption) -> _Burden:
+    def _burden(self, option: Option) -> _Burden:
         """Without the device's own update: moving states elsewhere is not a means to save it."""
-        seconds = self.problem.lane_seconds
+        moved_s = sum(self.problem.lane_seconds.moved(option).values())
         if isinstance(option, ActivationOption):
-            moved = seconds.moved_activations(option)
-            return _Burden(option.cost.compute_s, sum(moved.values()), 0.0)
-        moved_s, update_s = sum(seconds.moved_states(option).values()), option.update_s
+            return _Burden(option.cost.compute_s, moved_s, 0.0)
+        update_s = option.update_s
         if option.decision.update_on_device:  # beside compute, in turns
             return _Burden(update_s, moved_s, 0.0)
         return _Burden(0.0, moved_s, update_s)
 
-    def _changed(self, units: Sequence[int], kind: Kind, number: int) -> Choice:
+    def _changed(self, units: Sequence[int], kind: int, number: int) -> Choice:
         """The plan's choice with another decision of one kind for `units`."""
         choice = list(self.choice)
         for unit in units:
             activation, state = choice[unit]
-            choice[unit] = (number, state) if kind == "activations" else (activation, number)
+            choice[unit] = (activation, number) if kind else (number, state)
         return tuple(choice)
 
     def _plain(self, compared: Sequence[_Compared], *, many: bool) -> str:
@@ -495,16 +486,14 @@ class _Explainer:
         # Of those with less work, the plainest and the nearest; of the rest, the fastest.
         chosen = [*less[:1], *less[1:][-1:]]
         chosen += sorted(others, key=lambda one: one.extra_s)[:1]
-        excluded = [one for one in chosen if one.alternative.shortfall_bytes is not None]
-        fitting = [one for one in chosen if one not in excluded]
+        fitting = [one for one in chosen if one.short is None]
         ties = [one for one in fitting if -self._gap_s <= one.extra_s <= self._tie_s]
         one_more = " in one more block" if many else ""
         clauses: list[str] = []
-        before = None
-        for one in excluded:
-            found = one.alternative
-            assert found.shortfall_bytes is not None and found.tier is not None
-            short = Shortfall(found.shortfall_bytes, found.tier, found.slot)
+        before: Shortfall | None = None
+        for one in chosen:
+            if (short := one.short) is None:
+                continue
             if before and before[1:] == short[1:]:
                 clauses.append(f"so would {one.doing}, by {format_bytes(short.bytes)}")
             else:
@@ -547,12 +536,9 @@ def _exceed(short: Shortfall) -> str:
 
 def units_text(names: Sequence[str]) -> str:
     """Names in runs, such as `layers.0-3, layers.7`; only the longest if there are many."""
-    found = list(runs(names, [None] * len(names)))
-    shown = sorted(sorted(found, key=len, reverse=True)[:MAX_RUNS], key=lambda run: run.start)
-    texts = [
-        fold(names[run.start], names[run.stop - 1]) if len(run) > 1 else names[run.start]
-        for run in shown
-    ]
+    longest = sorted(runs(names), key=len, reverse=True)[:MAX_RUNS]
+    shown = sorted(longest, key=lambda run: run.start)
+    texts = [fold(names[run[0]], names[run[-1]]) for run in shown]
     if rest := len(names) - sum(map(len, shown)):
         return f"{', '.join(texts)} and {rest} more"
     return listed(texts, "and")

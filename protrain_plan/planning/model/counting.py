@@ -15,26 +15,30 @@ decisions in a hundred slots each: the integer program is small.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
 from typing import NamedTuple
 
 import pulp
 
-from protrain_plan.planning.model.decision_model import COUNTED, EQ, LE, Decided, LinearModel, Terms
+from protrain_plan.planning.model.decision_model import (
+    COUNTED,
+    EQ,
+    KINDS,
+    LE,
+    Decided,
+    LinearModel,
+    Terms,
+    count_name,
+)
 from protrain_plan.planning.model.fluid import Fluid
+from protrain_plan.planning.model.options import Option
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.model.solver import LinearProgram, Solution, Stopped
 from protrain_plan.simulation.rates import crossing
-from protrain_runtime.contract.program.effects import (
-    NO_STAGING,
-    ActivationOption,
-    StateOption,
-    standing_bytes,
-)
+from protrain_runtime.contract.program.effects import NO_STAGING, StateOption, standing_bytes
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import Channel, Lane
+from protrain_runtime.contract.program.program import Channel
 from protrain_runtime.contract.records.hardware import is_accelerator
 
 SLACK = 1e-7
@@ -49,8 +53,6 @@ EXCESS = 50.0
 
 PROHIBITIVE = 1e5
 """The price if solutions must not exceed memory."""
-
-_Binaries = Sequence[Sequence[pulp.LpVariable]]
 
 Numbers = Mapping[str, int]
 """Units per option, by the name of the fluid model's counting variable."""
@@ -84,11 +86,8 @@ Layout = tuple[tuple[Row, Row], ...]
 """The rows of each class: activations, then states."""
 
 
-class Amounts(NamedTuple):
-    """Units per option and their mean place, by class; activations and states alternate."""
-
-    sums: list[dict[int, float]]
-    places: list[dict[int, float]]
+Amounts = list[dict[int, tuple[float, float]]]
+"""Units per option and their mean place, by class; activations and states alternate."""
 
 
 class Caution(NamedTuple):
@@ -106,7 +105,7 @@ class Prices(NamedTuple):
     """The relaxation's value in seconds, and reduced costs: by class, kind and option."""
 
     bound: float
-    reduced_costs: Sequence[tuple[Sequence[float], Sequence[float]]]
+    reduced_costs: Sequence[Sequence[Sequence[float]]]
 
     def of(self, layout: Layout) -> float:
         """The least seconds by which a layout's numbers of units raise it."""
@@ -117,22 +116,20 @@ class Prices(NamedTuple):
             for option, number in row.runs
         )
 
-    def open_to(self, within_s: float) -> list[tuple[list[int], list[int]]]:
-        """The options that cost at most `within_s`."""
+    def open_to(self, within_s: float) -> list[list[list[int]]]:
+        """The options that cost at most `within_s`, by class and kind."""
+        return [
+            [[n for n, cost in enumerate(costs) if cost <= within_s] for costs in of_class]
+            for of_class in self.reduced_costs
+        ]
 
-        def cheap(costs: Sequence[float]) -> list[int]:
-            return [option for option, cost in enumerate(costs) if cost <= within_s]
 
-        return [(cheap(first), cheap(second)) for first, second in self.reduced_costs]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class Counted(NamedTuple):
     """An option and its candidate units; `name` is the fluid model's variable."""
 
     name: str
     units: tuple[int, ...]
-    option: ActivationOption | StateOption
+    option: Option
     choice: int  # the option's index in the units' options
     number: pulp.LpVariable
 
@@ -160,24 +157,15 @@ class CountProgram(LinearModel):
         for number, members in enumerate(self.problem.classes):
             alike = len(members) >= COUNTED
             for units in [members] if alike else [(unit,) for unit in members]:
-                options = self.problem.options[units[0]]
-                kinds: tuple[
-                    tuple[str, Sequence[ActivationOption | StateOption], _Binaries], ...
-                ] = (
-                    ("act", options.activations, fluid.activations),
-                    ("states", options.states, fluid.states),
-                )
-                for kind, of_kind, variables in kinds:
-                    found = []
-                    of_unit = zip(of_kind, variables[units[0]], strict=True)
-                    for choice, (option, x) in enumerate(of_unit):
-                        name = fluid.count_name(number, kind, x) if alike else x.name
+                kinds = self.problem.options[units[0]].kinds
+                for kind, options, binaries in zip(
+                    KINDS, kinds, fluid.binaries[units[0]], strict=True
+                ):
+                    found: list[Counted] = []
+                    for choice, (option, x) in enumerate(zip(options, binaries, strict=True)):
+                        name = count_name(number, x) if alike else x.name
                         count = self.pulp.add_variable(name, 0, len(units), pulp.LpInteger)
-                        found.append(
-                            Counted(
-                                name=name, units=units, option=option, choice=choice, number=count
-                            )
-                        )
+                        found.append(Counted(name, units, option, choice, count))
                     # Every unit takes exactly one option.
                     terms: Terms = [(one.number, 1.0) for one in found]
                     self.row(f"one_{kind}_{units[0]}", terms, EQ, len(units))
@@ -204,9 +192,8 @@ class CountProgram(LinearModel):
             terms = list(staging)
             for one in self.counted:
                 kind = int(isinstance(one.option, StateOption))
-                options = (self.problem.options[unit] for unit in one.units)
-                alike = ((each.activations, each.states)[kind][one.choice] for each in options)
-                least = min(standing_bytes(option, slot) for option in alike)
+                kinds = (self.problem.options[unit].kinds[kind] for unit in one.units)
+                least = min(standing_bytes(of_unit[one.choice], slot) for of_unit in kinds)
                 terms.append((one.number, least / self.byte_unit))
             self.row(f"memory_{slot}", terms, LE, 1.0 - base)
 
@@ -218,10 +205,8 @@ class CountProgram(LinearModel):
             self.row(f"busy_{lane}".replace(" ", "_"), [*terms, step], LE)
         shared = {lane: list(terms) for lane, terms in busy.items()}
         for option, number, _ in self.each():
-            if isinstance(option, StateOption) and not option.decision.update_on_device:
-                for lane, taken in self.problem.lane_seconds.moved_states(option).items():
-                    if isinstance(lane, Lane):  # of states, on the same link
-                        shared[lane.channel].append((number, taken / self.second_unit))
+            for channel, taken in self.problem.lane_seconds.streamed(option):
+                shared[channel].append((number, taken / self.second_unit))
         for tier in hardware.tiers:
             channels = Channel(tier.name, True), Channel(tier.name)
             for first, second in (channels, channels[::-1]):
@@ -285,12 +270,11 @@ class Counting:
         self._window, self._stopped = window, stopped
 
     @cached_property
-    def _shares(self) -> "_Shares":
+    def _shares(self) -> _Shares:
         return _Shares(self.problem, self._window, self._stopped)
 
     @property
     def bound_seconds(self) -> float:
-        """The bound in seconds."""
         return self.fluid.lower_bound_seconds(self.bound)
 
     def _solve(self, numbers: Numbers | None) -> Solution:
@@ -313,20 +297,16 @@ class Counting:
             self.bound = answer.bound
             self._numbers.learn(answer.bound, self._lp.reduced_costs(self._counts), answer.values)
         duals = self._lp.reduced_costs(fluid.pulp.variablesDict()) if solved else {}
-        costs: list[tuple[list[float], list[float]]] = []
+        costs: list[list[list[float]]] = []
         for number, units in enumerate(self.problem.classes):
-            pair: list[list[float]] = []
-            for kind, of_kind in (("act", fluid.activations), ("states", fluid.states)):
-                least = [0.0] * len(of_kind[units[0]])
-                if solved:
-                    of_options = zip(*(of_kind[unit] for unit in units), strict=True)
-                    least = [min(duals[x.name] for x in of_units) for of_units in of_options]
-                    names = [fluid.count_name(number, kind, x) for x in of_kind[units[0]]]
+            costs.append([])
+            for of_kind in zip(*(fluid.binaries[unit] for unit in units), strict=True):
+                least = [0.0] * len(of_kind[0])
+                for option, ones in enumerate(zip(*of_kind, strict=True) if solved else ()):
                     # One more unit with the option counts one more.
-                    counted = (duals.get(name, 0.0) for name in names)
-                    least = list(map(sum, zip(least, counted, strict=True)))
-                pair.append([cost * fluid.second_unit for cost in least])
-            costs.append((pair[0], pair[1]))
+                    counted = duals.get(count_name(number, ones[0]), 0.0)
+                    least[option] = min(duals[x.name] for x in ones) + counted
+                costs[number].append([cost * fluid.second_unit for cost in least])
         return Prices(self.bound_seconds, costs)
 
     def branch(self, *, max_nodes: int, gap: float, time_limit_s: float) -> dict[str, int] | None:
@@ -342,28 +322,25 @@ class Counting:
             return None
         return {name: round(answer.values[name]) for name in self._counts}
 
-    def amounts(self, caution: Caution) -> Amounts | None:
-        """The relaxation's amounts of options; None if caution leaves the device too little."""
-        return self._amounts(self._shares.solve(caution), self._shares.fluid)
+    def amounts(self, of: Caution | Numbers) -> Amounts | None:
+        """The relaxation's amounts of options with caution, or with numbers of units per option.
 
-    def amounts_with(self, numbers: Numbers) -> Amounts | None:
-        """The relaxation's amounts with these numbers of units per option."""
-        return self._amounts(self._solve(numbers).values, self.fluid)
-
-    def _amounts(self, values: Mapping[str, float], fluid: Fluid) -> Amounts | None:
+        None if caution leaves the device too little.
+        """
+        if isinstance(of, Caution):
+            fluid, values = self._shares.fluid, self._shares.solve(of)
+        else:
+            fluid, values = self.fluid, self._solve(of).values
         if not values:
             return None
-        fractions, found = fluid.choice_values(values), Amounts([], [])
+        fractions, found = fluid.choice_values(values), Amounts()
         for units in self.problem.classes:
-            for kind in (0, 1):
-                sums, places = dict[int, float](), dict[int, float]()
-                for option in range(len(fractions[units[0]][kind])):
-                    shares = [fractions[unit][kind][option] for unit in units]
+            for of_kind in zip(*(fractions[unit] for unit in units), strict=True):
+                found.append({})
+                for option, shares in enumerate(zip(*of_kind, strict=True)):
                     if (total := sum(shares)) > NO_SHARE:
-                        sums[option] = total
-                        places[option] = sum(n * one for n, one in enumerate(shares)) / total
-                found.sums.append(sums)
-                found.places.append(places)
+                        place = sum(n * one for n, one in enumerate(shares)) / total
+                        found[-1][option] = total, place
         return found
 
     def promising(self, gap: float) -> dict[str, int] | None:

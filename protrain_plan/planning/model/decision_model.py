@@ -7,8 +7,9 @@ from tempfile import TemporaryDirectory
 
 import pulp
 
-from protrain_plan.planning.model.problem import SAFE, Problem
-from protrain_plan.planning.model.solver import Stopped, solve
+from protrain_plan.planning.model.options import Option
+from protrain_plan.planning.model.problem import SAFE, Choice, Problem
+from protrain_plan.planning.model.solver import Stopped, relaxed
 from protrain_runtime.contract.program.effects import (
     NO_STAGING,
     ActivationOption,
@@ -20,14 +21,17 @@ from protrain_runtime.contract.program.program import PASSING_BYTES, Channel, La
 from protrain_runtime.contract.records import activations_text, states_text
 from protrain_runtime.contract.records.files import replace_text
 from protrain_runtime.contract.records.hardware import TierName, is_accelerator
-from protrain_runtime.contract.records.plan import Placement
+from protrain_runtime.contract.records.plan import Activations
 
 Terms = list[tuple[pulp.LpVariable, float]]
 
-Decided = tuple[ActivationOption | StateOption, pulp.LpVariable, Sequence[int]]
+Decided = tuple[Option, pulp.LpVariable, Sequence[int]]
 """An option, the variable that counts its units, and these units."""
 
 LE, EQ, GE = pulp.LpConstraintLE, pulp.LpConstraintEQ, pulp.LpConstraintGE
+
+KINDS = ("act", "states")
+"""The kinds of decisions, as variables and rows name them."""
 
 COUNTED = 3
 """Least equal units for counting variables."""
@@ -64,7 +68,6 @@ class LinearModel:
         return row
 
     def minimise(self, terms: Terms) -> None:
-        """Minimise the sum of the terms."""
         self.pulp.setObjective(pulp.LpAffineExpression(terms))
 
     def used(self, name: str, numbers: Iterable[tuple[pulp.LpVariable, int]]) -> pulp.LpVariable:
@@ -129,11 +132,7 @@ class LinearModel:
         lanes, last = self.problem.lane_seconds, (self.problem.count - 1,)
         busy: dict[Channel | Lane | str, Terms] = {lane: [] for lane in lanes.lanes}
         for option, number, units in self.each():
-            if isinstance(option, StateOption):
-                seconds = lanes.of_states(option)
-            else:
-                seconds = lanes.of_activations(option, last=tuple(units) == last)
-            for lane, taken in seconds.items():
+            for lane, taken in lanes.of(option, last=tuple(units) == last).items():
                 busy[lane].append((number, taken / second_unit))
         return busy
 
@@ -143,26 +142,19 @@ class DecisionModel(LinearModel):
 
     def __init__(self, problem: Problem, *, alike: bool = False) -> None:
         super().__init__(problem, "protrain_plan")
-        self.activations: list[list[pulp.LpVariable]] = []
-        self.states: list[list[pulp.LpVariable]] = []
+        self.binaries: list[list[list[pulp.LpVariable]]] = []  # by unit and kind
         first_of = {unit: units[0] for units in problem.classes for unit in units}
         for unit, options in enumerate(problem.options):
             if alike and (first := first_of[unit]) < unit:
-                self.activations.append(self.activations[first])
-                self.states.append(self.states[first])
+                self.binaries.append(self.binaries[first])
                 continue
-            acts = [activations_text(option.decision) for option in options.activations]
-            states = [_state_name(option.decision) for option in options.states]
-            for kind, into, words in (
-                ("act", self.activations, acts),
-                ("states", self.states, states),
-            ):
-                names = (one.replace(" ", "_").replace("-", "_") for one in words)
+            self.binaries.append([])
+            for kind, of_kind in zip(KINDS, options.kinds, strict=True):
                 chosen = [
-                    self.pulp.add_variable(f"{kind}_{unit}_{name}", 0, 1, pulp.LpInteger)
-                    for name in names
+                    self.pulp.add_variable(f"{kind}_{unit}_{_name(option)}", 0, 1, pulp.LpInteger)
+                    for option in of_kind
                 ]
-                into.append(chosen)
+                self.binaries[unit].append(chosen)
                 # Every unit takes exactly one option.
                 self.row(f"one_{kind}_{unit}", [(x, 1.0) for x in chosen], EQ, 1)
 
@@ -184,13 +176,13 @@ class DecisionModel(LinearModel):
     def each_activation(self) -> Iterable[tuple[int, ActivationOption, pulp.LpVariable]]:
         """(unit, option, its binary)."""
         for unit, options in enumerate(self.problem.options):
-            for option, x in zip(options.activations, self.activations[unit], strict=True):
+            for option, x in zip(options.activations, self.binaries[unit][0], strict=True):
                 yield unit, option, x
 
     def each_state(self) -> Iterable[tuple[int, StateOption, pulp.LpVariable]]:
         """(unit, option, its binary)."""
         for unit, options in enumerate(self.problem.options):
-            for option, y in zip(options.states, self.states[unit], strict=True):
+            for option, y in zip(options.states, self.binaries[unit][1], strict=True):
                 yield unit, option, y
 
     def count_units(self) -> None:
@@ -205,21 +197,16 @@ class DecisionModel(LinearModel):
         for number, units in enumerate(self.problem.classes):
             if len(units) < COUNTED:
                 continue
-            for kind, variables in (("act", self.activations), ("states", self.states)):
-                for k, first in enumerate(variables[units[0]]):
-                    name = self.count_name(number, kind, first)
+            for of_kind in zip(*(self.binaries[unit] for unit in units), strict=True):
+                for of_option in zip(*of_kind, strict=True):
+                    name = count_name(number, of_option[0])
                     count = self.pulp.add_variable(name, 0, len(units), pulp.LpInteger)
                     terms: Terms = [(count, 1.0)]
-                    for unit in units:
-                        variables[unit][k].cat = pulp.LpContinuous
-                        terms.append((variables[unit][k], -1.0))
+                    for one in of_option:
+                        one.cat = pulp.LpContinuous
+                        terms.append((one, -1.0))
                     # The number of the class's units that take the option.
                     self.row(name, terms, EQ)
-
-    @staticmethod
-    def count_name(number: int, kind: str, one: pulp.LpVariable) -> str:
-        """The name of a class's count of an option, from one unit's binary."""
-        return f"count_{number}_{kind}_{one.name.split('_', 2)[2]}"
 
     # Memory
 
@@ -230,14 +217,13 @@ class DecisionModel(LinearModel):
         # fractional chunks would be a fraction of one chunk's need.
         used: list[tuple[StateOption, pulp.LpVariable]] = []
         for number, units in enumerate(problem.classes):
-            options = problem.options[units[0]].states
-            for k, (option, y) in enumerate(zip(options, self.states[units[0]], strict=True)):
+            of_options = zip(*(self.binaries[unit][1] for unit in units), strict=True)
+            for option, ones in zip(problem.options[units[0]].states, of_options, strict=True):
                 if len(units) < COUNTED:
-                    used += [(option, self.states[unit][k]) for unit in units]
+                    used += [(option, y) for y in ones]
                 elif option.staging != NO_STAGING or option.device_workspace:
-                    name = f"used_{number}_{y.name.split('_', 2)[2]}"
-                    some = self.used(name, ((self.states[unit][k], 1) for unit in units))
-                    used.append((option, some))
+                    name = f"used_{number}_{ones[0].name.split('_', 2)[2]}"
+                    used.append((option, self.used(name, ((y, 1) for y in ones))))
         staging = self.staging(used, on_device=False)
         sizes = [state.device_workspace - 1 for state, _ in used]
         device_workspace = self.maximum("device_workspace", sizes, [y for _, y in used])
@@ -275,12 +261,16 @@ class DecisionModel(LinearModel):
 
     # Reading and writing
 
-    def choice_values(self, values: Mapping[str, float]) -> list[tuple[list[float], list[float]]]:
-        """Per unit the fractions of its activation options and of its state options."""
-        return [
-            ([values[x.name] for x in xs], [values[y.name] for y in ys])
-            for xs, ys in zip(self.activations, self.states, strict=True)
-        ]
+    def fix(self, choice: Choice) -> None:
+        """Fix the decisions."""
+        for decided, of_unit in zip(choice, self.binaries, strict=True):
+            for taken, binaries in zip(decided, of_unit, strict=True):
+                for number, one in enumerate(binaries):
+                    one.bounds(float(number == taken), float(number == taken))
+
+    def choice_values(self, values: Mapping[str, float]) -> list[list[list[float]]]:
+        """The fractions of options, by unit and kind."""
+        return [[[values[x.name] for x in xs] for xs in of_unit] for of_unit in self.binaries]
 
     def write_lp(self, path: Path) -> None:
         """Write the model in the readable `.lp` format."""
@@ -290,19 +280,30 @@ class DecisionModel(LinearModel):
             replace_text(path, file.read_text(encoding="utf-8"))
 
 
-def _state_name(decision: Placement) -> str:
-    """A placement's name in the model, whose columns the solver's interface sorts by name.
+def count_name(number: int, one: pulp.LpVariable) -> str:
+    """The name of a class's count of an option, from one unit's binary."""
+    kind, _, option = one.name.split("_", 2)
+    return f"count_{number}_{kind}_{option}"
+
+
+def _name(option: Option) -> str:
+    """An option's name in the model, whose columns the solver's interface sorts by name.
 
     Ties between equally good plans depend on that order: names are not wording, a change may change
     plans.
     """
-    if decision.keep_gathered:
+    decision = option.decision
+    if isinstance(decision, Activations):
+        name = activations_text(decision)
+    elif decision.keep_gathered:
         name = f"gathered from {'shards' if decision.tier == 'device' else decision.tier}"
         name += " with a common copy" * decision.common_copy
         name += f" with {decision.on_disk} on disk" * (decision.on_disk > 0)
         name += " and updated on device" * decision.update_on_device
-        return name + " speculatively" * decision.speculate
-    return states_text(decision)
+        name += " speculatively" * decision.speculate
+    else:
+        name = states_text(decision)
+    return name.replace(" ", "_").replace("-", "_")
 
 
 def least_lane_seconds(problem: Problem, *, stopped: Stopped | None = None) -> float | None:
@@ -319,7 +320,7 @@ def least_lane_seconds(problem: Problem, *, stopped: Stopped | None = None) -> f
     for lane, terms in model.busy().items():
         model.row(f"busy_{lane}".replace(" ", "_"), [*terms, (busiest, -1.0)], LE)
     model.minimise([(busiest, 1.0)])
-    answer = solve(model.pulp, integer=False, stopped=stopped)
+    answer = relaxed(model.pulp, stopped=stopped)
     if answer.status == "infeasible":
         return None
     known = problem.compute_seconds

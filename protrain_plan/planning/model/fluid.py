@@ -46,7 +46,7 @@ import pulp
 
 from protrain_plan.planning.model.decision_model import EQ, GE, LE, DecisionModel, Terms
 from protrain_plan.planning.model.problem import SAFE, Problem
-from protrain_plan.planning.model.solver import Stopped, solve
+from protrain_plan.planning.model.solver import Stopped, relaxed
 from protrain_plan.simulation.rates import contention, crossing, rates
 from protrain_runtime.contract.program.program import NETWORK, UPDATE_ON_DEVICE, UPDATES, Channel
 from protrain_runtime.contract.records.hardware import is_accelerator
@@ -96,10 +96,6 @@ Weighted = tuple[tuple[Channel, float], ...]
 """Channels, weighted per second."""
 
 
-def _word(channel: Channel) -> str:
-    return str(channel).replace(" ", "_")
-
-
 class ForwardBackward:
     """One forward and backward: transfers and time of a model's decisions."""
 
@@ -114,7 +110,7 @@ class ForwardBackward:
         self.flows: dict[str, Flow] = {}
         self.several = self.problem.settings.group.num_devices > 1
         self.overlap = updating and self.problem.settings.overlap_steps
-        self.network = self.problem.lane_seconds.network
+        self.lane_seconds = self.problem.lane_seconds
         self.hardware = self.problem.profile.hardware
         # Everything beside compute, except updates on the device, which take turns with it.
         tiers = self.hardware.tiers
@@ -171,7 +167,7 @@ class ForwardBackward:
     ) -> None:
         """Add work on a channel's lanes; updates are in seconds, all else in bytes."""
         if channel.tier:
-            per_byte = self.problem.lane_seconds.per_byte[channel]
+            per_byte = self.lane_seconds.per_byte[channel]
         rate = 1.0 if per_byte is None else self.byte_unit * per_byte / self.second_unit
         stall, compute, waiting = map(self.per_window, names.split())
         every = list(waiting)
@@ -206,11 +202,12 @@ class ForwardBackward:
             words = f"ks_{name} kc_{name} K_{name}"
             self._add_flow(f"{name}_shards", Channel(name, True), words, ahead=True)
         if several:
-            self._add_flow("ranks", NETWORK, "ns nc N", ahead=True, per_byte=self.network.gathered)
-        if several and (self.updating or self.problem.settings.adds_shards):
-            self._add_flow("scatter", NETWORK, "xs xc X", per_byte=self.network.scattered)
-        if several and self.updating:
-            self._add_flow("sum", NETWORK, "ys yc Y", per_byte=self.network.summed)
+            seconds = self.lane_seconds
+            self._add_flow("ranks", NETWORK, "ns nc N", ahead=True, per_byte=seconds.gathered)
+            if self.updating or self.problem.settings.adds_shards:
+                self._add_flow("scatter", NETWORK, "xs xc X", per_byte=seconds.scattered)
+            if self.updating:
+                self._add_flow("sum", NETWORK, "ys yc Y", per_byte=seconds.summed)
 
     def _add_amounts(self) -> None:
         """Sum each decision's amounts per flow, by slot."""
@@ -312,15 +309,21 @@ class ForwardBackward:
         if self.on_device:
             every.append(((UPDATE_ON_DEVICE.channel, 1.0),))
         every += [works for link in self._shared() for works in link]
+        self._add_sums("lane", every, computing=False)
+
+    def _add_sums(self, word: str, every: Sequence[Weighted], *, computing: bool) -> None:
+        """Weighted seconds of channels fit the time of stalls, or of compute beside them."""
+        times = self.compute if computing else self.stall
         for number, works in enumerate(every):
-            name = f"{_word(works[0][0])}_{number}"
-            for t in range(self.last + 1):
-                terms = [
-                    (flow.stall[t], factor * flow.rate)
-                    for channel, factor in works
-                    for flow in self.on(channel)
-                ]
-                self.row(f"lane_{name}_{self.name(t)}", [*terms, (self.stall[t], -1.0)], LE)
+            name = f"{word}_{works[0][0]}_{number}".replace(" ", "_")
+            for t, time in enumerate(times):
+                terms: Terms = []
+                for channel, factor in works:
+                    speed = contention(self.hardware, channel).lane if computing else 1.0
+                    for flow in self.on(channel):
+                        amount = flow.compute[t] if computing else flow.stall[t]
+                        terms.append((amount, factor * flow.rate / speed))
+                self.row(f"{name}_{self.name(t)}", [*terms, (time, -1.0)], LE)
 
     def _shared(self) -> Iterator[list[Weighted]]:
         """Per link the weighted seconds of its lanes that fit into the available time.
@@ -388,26 +391,14 @@ class ForwardBackward:
                     for r, running, (_, lanes) in zip(spent, sets, of_sets, strict=True)
                     if channel in running
                 ]
-                self.row(f"beside_{_word(channel)}_{slot}", terms, LE)
-        self._add_beside_compute(slowing)
-
-    def _add_beside_compute(self, slowing: Sequence[Channel]) -> None:
-        """During compute, lanes' work fits its time at their remaining speed."""
+                self.row(f"beside_{channel}_{slot}".replace(" ", "_"), terms, LE)
+        # During compute, lanes' work fits its time at their remaining speed.
         quiet = [channel for channel in self.channels if channel not in slowing]
         every: list[Weighted] = [((channel, 1.0),) for channel in quiet if not channel.tier]
         for link in self._shared():
             # The sets' seconds cover lanes that slow compute.
             every += [works for works in link if any(channel in quiet for channel, _ in works)]
-        for number, works in enumerate(every):
-            name = f"{_word(works[0][0])}_{number}"
-            for t in range(self.last + 1):
-                terms = [
-                    (flow.compute[t], factor * flow.rate / contention(self.hardware, channel).lane)
-                    for channel, factor in works
-                    for flow in self.on(channel)
-                ]
-                row = f"beside_together_{name}_{self.name(t)}"
-                self.row(row, [*terms, (self.compute[t], -1.0)], LE)
+        self._add_sums("beside_together", every, computing=True)
 
     def _add_chains(self) -> None:
         """Updates run in backward's order; a piece is read, updated, then written."""
@@ -454,7 +445,7 @@ class ForwardBackward:
                 waits = state.gradients.bytes / self.byte_unit * flow.rate
             if state.scattered and self.several and state.scattered.slot == slot:
                 # Its pieces leave one by one while the next are reduced.
-                summed_s = self.network.scattered * state.scattered.bytes
+                summed_s = self.lane_seconds.scattered * state.scattered.bytes
                 waits = max(waits, summed_s / self.second_unit)
             # A later-ending window has at most the time left at its beginning.
             ends = left[t] if slot == window[-1] else left[t - 1]
@@ -580,7 +571,6 @@ class ForwardBackward:
             self.memory_rows.append(self.row(name, [(static[t], 1.0)], LE, 1.0))
 
     def seconds(self) -> Terms:
-        """The seconds of the phase."""
         return [(variable, 1.0) for variable in (*self.stall, *self.compute)]
 
 
@@ -645,7 +635,7 @@ class Fluid(DecisionModel):
         # The step's seconds.
         self.row("seconds", self.seconds(), LE, limit_s / self.second_unit)
         self.minimise([(budget, 1.0)])
-        answer = solve(self.pulp, integer=False, stopped=stopped)
+        answer = relaxed(self.pulp, stopped=stopped)
         return max(0.0, answer.bound * self.byte_unit * (1 - SAFE))
 
     def lower_bound_seconds(self, objective: float) -> float:

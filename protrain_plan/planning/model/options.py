@@ -16,7 +16,7 @@ may leave out what stands before a dot: layers.0-3 is model.layers.0 to model.la
 unless units have the shorter names.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -26,11 +26,7 @@ from typing import Any
 from msgspec import defstruct
 
 from protrain_runtime.contract.errors import ProtrainError, RecordError
-from protrain_runtime.contract.program.effects import (
-    ActivationOption,
-    Implications,
-    StateOption,
-)
+from protrain_runtime.contract.program.effects import ActivationOption, Implications, StateOption
 from protrain_runtime.contract.program.program import gradient_home, residencies
 from protrain_runtime.contract.program.requirements import unmet
 from protrain_runtime.contract.records.decisions import (
@@ -58,6 +54,8 @@ from protrain_runtime.contract.records.profile import WHOLE, Unit
 from protrain_runtime.contract.records.tree import parsed
 from protrain_runtime.contract.records.words import did_you_mean, listed
 
+Option = ActivationOption | StateOption
+
 Decision = tuple[int, int]
 """The numbers of a unit's activation option and state option."""
 
@@ -70,6 +68,11 @@ class UnitOptions:
     activations: tuple[ActivationOption, ...]
     states: tuple[StateOption, ...]
 
+    @property
+    def kinds(self) -> tuple[Sequence[Option], Sequence[Option]]:
+        """The options of both kinds of decisions, in the order of `Decision`."""
+        return self.activations, self.states
+
     @cached_property
     def numbers(self) -> tuple[dict[Activations, int], dict[Placement, int]]:
         """The numbers of the activation options and of the state options, by their decisions."""
@@ -77,13 +80,6 @@ class UnitOptions:
             {option.decision: number for number, option in enumerate(self.activations)},
             {option.decision: number for number, option in enumerate(self.states)},
         )
-
-    def decision(self, activations: Activations, states: Placement) -> Decision | None:
-        """The numbers of these two; None if the unit lacks one of them."""
-        known, placements = self.numbers
-        if activations not in known or states not in placements:
-            return None
-        return known[activations], placements[states]
 
     def placed(self, open_to: Callable[[StateOption], bool]) -> "UnitOptions":
         """The unit with only these placements, unless none is left."""
@@ -368,13 +364,11 @@ def _no_unit(pin: Pin, wanted: str, names: Sequence[str]) -> ProtrainError:
 
 def _shown(names: Sequence[str]) -> str:
     """The names, runs folded, truncated to a few."""
-    folded = list(_folded(names))
+    folded = _folded(names)
     if len(folded) > _MAX_SHOWN:
         folded = [*folded[: _MAX_SHOWN - 1], f"{len(folded) - _MAX_SHOWN + 1} more"]
     return listed(folded, "and")
 
 
-def _folded(names: Sequence[str]) -> Iterator[str]:
-    for run in runs(names, [None] * len(names)):
-        first, last = names[run[0]], names[run[-1]]
-        yield first if len(run) == 1 else fold(first, last)
+def _folded(names: Sequence[str]) -> list[str]:
+    return [fold(names[run[0]], names[run[-1]]) for run in runs(names)]

@@ -1,12 +1,12 @@
 """One planning problem: a profile, budgets per tier, and options per unit."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple, get_args
+from typing import Any, TypeVar, TypeVarTuple, get_args
 
-from protrain_plan.planning.model.options import Decision, Pin, UnitOptions, pinned_options
+from protrain_plan.planning.model.options import Decision, Option, Pin, UnitOptions, pinned_options
 from protrain_plan.simulation.group import (
     collective_seconds_per_byte,
     not_joined,
@@ -96,57 +96,44 @@ def most_of(tier: Tier, profile: Profile) -> int:
     return tier.capacity_bytes if profile.method == "measured" else AMPLE
 
 
-class Misfit(NamedTuple):
-    """The reason that a plan does not fit a profile's units, with its key in the plan and a fix."""
+def checked(plan: Plan, profile: Profile) -> "Problem":
+    """The problem that a plan answers; ProtrainError if the profile's units offer no such plan.
 
-    problem: str
-    key: str
-    fix: str | None = None
-
-
-def misfit(plan: Plan, profile: Profile) -> Misfit | None:
-    """The first decision that the profile's units do not offer; None if all fit."""
+    It names the first key of the plan that does not fit them.
+    """
     planned, there = [unit.name for unit in plan.units], [unit.name for unit in profile.units]
     if planned != there:
         same = [one == other for one, other in zip(planned, there, strict=False)]
         key = f"units[{[*same, False].index(False)}]"
         if missing := [name for name in there if name not in planned]:
-            return Misfit(f"the plan decides nothing for {missing[0]}", key)
+            raise ProtrainError(f"the plan decides nothing for {missing[0]}", key=key)
         strange = [name for name in planned if name not in there]
-        return Misfit(
-            f"{strange[0]} is not in the profile" if strange else "the units' order differs", key
-        )
+        words = f"{strange[0]} is not in the profile" if strange else "the units' order differs"
+        raise ProtrainError(words, key=key)
     if (reason := not_joined(plan, profile.hardware)) is not None:
-        return Misfit(reason, "settings.group.num_devices")
+        raise ProtrainError(reason, key="settings.group.num_devices")
     try:
         problem = Problem.of_plan(plan, profile)
     except ProtrainError as error:
-        return Misfit(error.message, error.key or "units", error.fix)
+        error.key = error.key or "units"
+        raise
     for index, (unit, options) in enumerate(zip(plan.units, problem.options, strict=True)):
         activations, states = options.numbers
         if unit.activations not in activations:
-            return Misfit(
+            raise ProtrainError(
                 f"{unit.name} cannot do this with its activations",
-                f"units[{index}].activations",
-                f"decide on {listed([activations_text(one) for one in activations], 'or')}",
+                key=f"units[{index}].activations",
+                fix=f"decide on {listed([activations_text(one) for one in activations], 'or')}",
             )
         if unit.states not in states:
             stays = options.unit.stays
-            return Misfit(
+            raise ProtrainError(
                 f"{unit.name} cannot have its states there"
                 + (f": they stay on the device ({stays})" if stays else ""),
-                f"units[{index}].states",
-                f"decide on {listed([states_text(one) for one in states], 'or')}",
+                key=f"units[{index}].states",
+                fix=f"decide on {listed([states_text(one) for one in states], 'or')}",
             )
-    return None
-
-
-class Network(NamedTuple):
-    """Seconds per byte of gathered, scattered and summed buffers; 0 on one device."""
-
-    gathered: float = 0.0
-    scattered: float = 0.0
-    summed: float = 0.0
+    return problem
 
 
 Work = dict[Channel | Lane | str, float]
@@ -168,13 +155,12 @@ class LaneSeconds:
         # On several devices only the last micro-batch moves gradients, except for sums of shards.
         self.spills = self.times if settings.group.num_devices == 1 else 1.0
         self.scatters = self.times if settings.adds_shards else 1.0
-        self.network = Network()
-        if settings.group.num_devices > 1:  # without latency per collective
-            self.network = Network(
-                gathered=collective_seconds_per_byte("all-gather", hardware, settings),
-                scattered=collective_seconds_per_byte("reduce-scatter", hardware, settings),
-                summed=collective_seconds_per_byte("all-reduce", hardware, settings),
-            )
+        # Seconds per byte of collectives, without the latency of each.
+        self.gathered = self.scattered = self.summed = 0.0
+        if settings.group.num_devices > 1:
+            self.gathered = collective_seconds_per_byte("all-gather", hardware, settings)
+            self.scattered = collective_seconds_per_byte("reduce-scatter", hardware, settings)
+            self.summed = collective_seconds_per_byte("all-reduce", hardware, settings)
         self.per_byte: dict[Channel, float] = {}
         self.lanes: list[Channel | Lane | str] = [COMPUTE, LAUNCHES, UPDATES, NETWORK]
         for tier in hardware.tiers:
@@ -184,32 +170,18 @@ class LaneSeconds:
             self.lanes += [Channel(name, True), Channel(name)]
             self.lanes += [Lane("read", name), Lane("write", name)]
 
-    def moved_activations(self, option: ActivationOption) -> Work:
-        """Seconds of each lane for transfers of a unit's activations."""
-        if not option.swap_in or not option.swap_out:
-            return {}
-        tier = option.swap_in.tier
-        moves = (Channel(tier, True), option.swap_in), (Channel(tier), option.swap_out)
-        return {on: self.times * move.bytes * self.per_byte[on] for on, move in moves}
-
-    def of_activations(self, option: ActivationOption, *, last: bool) -> Work:
-        """Seconds of each lane for a decision; `last` if its backward is the first."""
-        cost = option.cost
-        both = cost.compute_s
-        first = (self.times - 1) * both + cost.forward_s + cost.backward_s * last
-        first *= not self.overlap
-        seconds: Work = {COMPUTE: self.times * both, UPDATES: first}
-        if self.launches:
-            seconds[LAUNCHES] = self.times * cost.launch_s
-        seconds |= {lane: first for lane in self.lanes if isinstance(lane, Lane)}
-        return seconds | self.moved_activations(option)
-
-    def moved_states(self, option: StateOption) -> Work:
-        """Seconds of each lane for transfers of a chunk's parameters, gradients and states."""
+    def moved(self, option: Option) -> Work:
+        """Seconds of each lane for transfers: of activations, or parameters, gradients, states."""
+        if isinstance(option, ActivationOption):
+            if not option.swap_in or not option.swap_out:
+                return {}
+            tier = option.swap_in.tier
+            moves = (Channel(tier, True), option.swap_in), (Channel(tier), option.swap_out)
+            return {on: self.times * move.bytes * self.per_byte[on] for on, move in moves}
         gathered = sum(gather.bytes for gather in option.gathers)
         scattered = self.scatters * option.scattered.bytes if option.scattered else 0
-        reducing = self.network.scattered * scattered + self.network.summed * option.summed_bytes
-        seconds: Work = {NETWORK: self.times * (self.network.gathered * gathered) + reducing}
+        reducing = self.scattered * scattered + self.summed * option.summed_bytes
+        seconds: Work = {NETWORK: self.times * (self.gathered * gathered) + reducing}
         for fetch in (*option.fetches, *option.from_disk):
             channel = Channel(fetch.tier, True)
             seconds.setdefault(channel, 0.0)
@@ -223,9 +195,23 @@ class LaneSeconds:
             seconds[write] = option.write_bytes * self.per_byte[write.channel]
         return seconds
 
-    def of_states(self, option: StateOption) -> Work:
-        """Seconds of each lane for a placement, with turns of updates on the device in compute."""
-        seconds, update_s = self.moved_states(option), option.update_s
+    def of(self, option: Option, *, last: bool = False) -> Work:
+        """Seconds of each lane for a decision; `last` if its unit's backward is the first.
+
+        Updates on the device take turns with compute.
+        """
+        seconds = self.moved(option)
+        if isinstance(option, ActivationOption):
+            cost = option.cost
+            first = (self.times - 1) * cost.compute_s + cost.forward_s + cost.backward_s * last
+            first *= not self.overlap
+            computed: Work = {COMPUTE: self.times * cost.compute_s, UPDATES: first}
+            if self.launches:
+                computed[LAUNCHES] = self.times * cost.launch_s
+            return (
+                computed | {lane: first for lane in self.lanes if isinstance(lane, Lane)} | seconds
+            )
+        update_s = option.update_s
         seconds[NETWORK] += option.device_s
         if option.decision.update_on_device:
             # One direction of the link carries states and everything else.
@@ -233,6 +219,13 @@ class LaneSeconds:
                 seconds[lane.channel] = seconds.get(lane.channel, 0.0) + seconds[lane]
             return seconds | {COMPUTE: option.device_s + update_s}
         return seconds | {COMPUTE: option.device_s, UPDATES: update_s}
+
+    def streamed(self, option: Option) -> Iterator[tuple[Channel, float]]:
+        """Seconds of states on a link beside slots' moves, unless `of` has them there."""
+        if isinstance(option, StateOption) and not option.decision.update_on_device:
+            for lane, taken in self.moved(option).items():
+                if isinstance(lane, Lane):
+                    yield lane.channel, taken
 
 
 _Asked = TypeVarTuple("_Asked")
@@ -254,16 +247,20 @@ def _once(method: Callable[["Problem", *_Asked], _Found]) -> Callable[["Problem"
 
 @dataclass(frozen=True)
 class Problem:
-    """Bytes in `device` are for tensors; `profile` is one device's part of `made_from`."""
+    """Bytes in `device` are for tensors; `profile` is one device's part of `made_from`.
+
+    `budgets` are as asked for; `device` and `tiers` are what they leave on this machine.
+    """
 
     profile: Profile
     made_from: Profile
+    budgets: Budgets
     settings: StepSettings
     device: int
     tiers: dict[TierName, int]
     pins: tuple[Pin, ...] = ()
     ahead_on: tuple[StateTier, ...] = get_args(TierName)  # tiers with such updates
-    left: tuple[tuple[Sequence[int], Sequence[int]], ...] = ()  # of options; none: all
+    left: Sequence[Sequence[Sequence[int]]] = ()  # of options, by unit and kind; none: all
     in_parts: bool = True  # whether a chunk may lie in two tiers
 
     @staticmethod
@@ -310,6 +307,7 @@ class Problem:
         return Problem(
             profile=profile,
             made_from=made_from,
+            budgets=budgets,
             settings=replace(
                 settings,
                 piece_bytes=settings.piece_bytes or piece,
@@ -358,21 +356,23 @@ class Problem:
     def lane_seconds(self) -> LaneSeconds:
         return LaneSeconds(self.profile.hardware, self.settings)
 
-    @cached_property
-    def _busy(self) -> list[tuple[list[tuple[float, ...]], list[tuple[float, ...]]]]:
-        """Per unit and option, in the order of choices, the seconds of each lane."""
-        lanes, last = self.lane_seconds, self.count - 1
-
-        def row(seconds: Work) -> tuple[float, ...]:
-            return tuple(seconds.get(lane, 0.0) for lane in lanes.lanes)
-
+    def _by_option(self, fact: Callable[[int, Option], _Found]) -> list[list[list[_Found]]]:
+        """A fact of each unit's options: by unit, kind and option, in the order of choices."""
         return [
-            (
-                [row(lanes.of_activations(one, last=unit == last)) for one in options.activations],
-                [row(lanes.of_states(one)) for one in options.states],
-            )
+            [[fact(unit, option) for option in of_kind] for of_kind in options.kinds]
             for unit, options in enumerate(self.options)
         ]
+
+    @cached_property
+    def _busy(self) -> list[list[list[tuple[float, ...]]]]:
+        """The seconds of each lane by an option."""
+        lanes, last = self.lane_seconds, self.count - 1
+
+        def busy(unit: int, option: Option) -> tuple[float, ...]:
+            seconds = lanes.of(option, last=unit == last)
+            return tuple(seconds.get(lane, 0.0) for lane in lanes.lanes)
+
+        return self._by_option(busy)
 
     @cached_property
     def compute_seconds(self) -> float:
@@ -402,12 +402,11 @@ class Problem:
 
     @cached_property
     def options(self) -> tuple[UnitOptions, ...]:
-        found = tuple(
-            unit.placed(lambda one: not one.decision.speculate or one.tier in self.ahead_on)
-            for unit in self._all_options
-        )
-        if not self.in_parts:
-            found = tuple(unit.placed(lambda one: not one.decision.on_disk) for unit in found)
+        def is_open(one: StateOption) -> bool:
+            ahead = not one.decision.speculate or one.tier in self.ahead_on
+            return ahead and (self.in_parts or not one.decision.on_disk)
+
+        found = tuple(unit.placed(is_open) for unit in self._all_options)
         if not self.left:
             return found
         return tuple(
@@ -490,11 +489,6 @@ class Problem:
             [options.states[state] for options, (_, state) in pairs],
         )
 
-    def decisions(self, choice: Choice) -> list[tuple[Activations, Placement]]:
-        """The decisions that a choice names, of all units."""
-        pairs = zip(*self.chosen(choice), strict=True)
-        return [(activation.decision, state.decision) for activation, state in pairs]
-
     def choice_of(self, plans: Sequence[UnitPlan]) -> Choice:
         """A plan's decisions as a choice; they are among the options."""
         choice = self.known_choice((plan.activations, plan.states) for plan in plans)
@@ -503,68 +497,50 @@ class Problem:
 
     def known_choice(self, decisions: Iterable[tuple[Activations, Placement]]) -> Choice | None:
         """The units' decisions as a choice; None if one is not an option."""
-        pairs = zip(self.options, decisions, strict=True)
-        numbers = [options.decision(*decided) for options, decided in pairs]
-        return tuple(one for one in numbers if one) if None not in numbers else None
+        choice: list[Decision] = []
+        for options, (activations, states) in zip(self.options, decisions, strict=True):
+            known, placements = options.numbers
+            if activations not in known or states not in placements:
+                return None
+            choice.append((known[activations], placements[states]))
+        return tuple(choice)
 
     @cached_property
-    def changes(self) -> list[tuple[list[tuple[tuple[int, int], ...]], ...]]:
-        """Per unit, kind and option: slots with changes of its bytes."""
+    def changes(self) -> list[list[list[tuple[tuple[int, int], ...]]]]:
+        """The slots with changes of an option's bytes: by unit, kind and option."""
 
-        def changes(option: ActivationOption | StateOption) -> tuple[tuple[int, int], ...]:
+        def changes(_: int, option: Option) -> tuple[tuple[int, int], ...]:
             sums: dict[int, int] = {}
             for held in option.live_ranges:
                 sums[held.first] = sums.get(held.first, 0) + held.bytes
                 sums[held.last + 1] = sums.get(held.last + 1, 0) - held.bytes
             return tuple((slot, size) for slot, size in sums.items() if size)
 
-        return [
-            ([changes(o) for o in unit.activations], [changes(o) for o in unit.states])
-            for unit in self.options
-        ]
+        return self._by_option(changes)
 
     @_once
     def _kinds(self, choice: Choice) -> tuple[list[ActivationOption], list[StateOption]]:
         """A choice's distinct options of each kind: equal ones have equal maxima."""
         activations: dict[tuple[int, int], ActivationOption] = {}
         states: dict[tuple[int, int], StateOption] = {}
-        for unit, ((activation, state), group) in enumerate(
-            zip(choice, self._class_of, strict=True)
-        ):
-            if (group, activation) not in activations:
-                activations[group, activation] = self.options[unit].activations[activation]
-            if (group, state) not in states:
-                states[group, state] = self.options[unit].states[state]
+        decided = zip(self.options, choice, self._class_of, strict=True)
+        for options, (activation, state), group in decided:
+            activations[group, activation] = options.activations[activation]
+            states[group, state] = options.states[state]
         return list(activations.values()), list(states.values())
 
     @cached_property
     def _class_of(self) -> list[int]:
-        groups = [0] * self.count
-        for number, units in enumerate(self.classes):
-            for unit in units:
-                groups[unit] = number
-        return groups
-
-    @cached_property
-    def _tier_bytes(self) -> dict[TierName, list[tuple[list[int], list[int]]]]:
-        """Per tier, unit, kind and option its bytes, without staging."""
-        return {
-            tier: [
-                (
-                    [option.tier_bytes.get(tier, 0) for option in unit.activations],
-                    [option.tier_bytes.get(tier, 0) for option in unit.states],
-                )
-                for unit in self.options
-            ]
-            for tier in self.tiers
-        }
+        of = {unit: number for number, units in enumerate(self.classes) for unit in units}
+        return [of[unit] for unit in range(self.count)]
 
     @_once
     def tier_use(self, tier: TierName, choice: Choice) -> int:
         """A choice's bytes on a tier below the device."""
         total = 0
-        for (of_activations, of_states), (a, s) in zip(self._tier_bytes[tier], choice, strict=True):
-            total += of_activations[a] + of_states[s]
+        for options, (activation, state) in zip(self.options, choice, strict=True):
+            total += options.activations[activation].tier_bytes.get(tier, 0)
+            total += options.states[state].tier_bytes.get(tier, 0)
         return total + tier_staging_bytes(tier, *self._kinds(choice), self.implied)
 
     def beyond(self, choice: Choice) -> dict[StateTier, int]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import highspy
 import pulp
 
-Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+Status = Literal["optimal", "infeasible", "unknown"]
 
 Stopped = Callable[[], bool]
 """Polled while the solver runs; true ends it."""
@@ -136,23 +136,16 @@ class LinearProgram:
             self._highs.setOptionValue("solver", "simplex")
             self._highs.run()
         self._interior = self._interior and integer
-        return self._solution(integer=integer)
-
-    def _solution(self, *, integer: bool) -> Solution:
         status, info = self._highs.getModelStatus(), self._highs.getInfo()
         feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        found: Status
+        found: Status = "optimal" if status == _KINDS.kOptimal else "unknown"
         if status in (_KINDS.kInfeasible, _KINDS.kUnboundedOrInfeasible):
             found = "infeasible"
-        elif status == _KINDS.kOptimal:
-            found = "optimal"
-        else:
-            found = "feasible" if feasible else "unknown"
+        bound, values = -inf, dict[str, float]()
         if integer:
             bound = float(info.mip_dual_bound)
-        else:
-            bound = float(info.objective_function_value) if found == "optimal" else -inf
-        values: dict[str, float] = {}
+        elif found == "optimal":
+            bound = float(info.objective_function_value)
         if feasible:
             numbers = self._highs.getSolution().col_value
             values = {one.name: float(numbers[one.index]) for one in self._variables}
@@ -164,17 +157,6 @@ class LinearProgram:
         return {name: float(duals[variable.index]) for name, variable in variables.items()}
 
 
-def solve(
-    model: pulp.LpProblem,
-    *,
-    integer: bool,
-    time_limit_s: float = inf,
-    max_nodes: int | None = None,
-    gap: float = 0.0,
-    target: float = -inf,
-    stopped: Stopped | None = None,
-) -> Solution:
-    """Minimise `model` once; arguments as of `LinearProgram.solve`."""
-    return LinearProgram(model, interior=not integer, stopped=stopped).solve(
-        integer=integer, time_limit_s=time_limit_s, max_nodes=max_nodes, gap=gap, target=target
-    )
+def relaxed(model: pulp.LpProblem, *, stopped: Stopped | None = None) -> Solution:
+    """The minimum of `model`'s linear relaxation, found once."""
+    return LinearProgram(model, interior=True, stopped=stopped).solve()

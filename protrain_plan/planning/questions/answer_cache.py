@@ -29,17 +29,14 @@ class AnswerCache(Kept):
         return None
 
     def keep(self, found: Answer, *asked: object) -> None:
-        """Cache an answer."""
         known = found.solved and replace(found.solved, kept=True)
         self._write(_named(found.question, asked), dumped(found, question=None, solved=known))
 
     def number(self, *asked: object) -> int | None:
-        """A cached number."""
         text = self._read(repr(asked))
         return int(text) if text and text.isdecimal() else None
 
     def keep_number(self, found: int, *asked: object) -> None:
-        """Cache a number."""
         self._write(repr(asked), str(found))
 
 

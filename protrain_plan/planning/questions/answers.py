@@ -118,11 +118,6 @@ class Point:
     device_bytes: int
     solved: Solved
 
-    @property
-    def step_seconds(self) -> float:
-        """Predicted seconds of its step."""
-        return self.solved.plan.prediction.step_seconds
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
@@ -224,13 +219,11 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of the predicted step."""
         return self.question.tokens / self.step_seconds if self.step_seconds else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Predicted seconds of the plan's step."""
-        return self.solved.plan.prediction.step_seconds if self.solved else None
+        return self.solved.step_seconds if self.solved else None
 
     def is_for_less(self, other: Question) -> bool | None:
         """Whether another question offers everything that this one does, perhaps with more memory.

@@ -113,7 +113,7 @@ def planned(cell: Cell, reached: Answer) -> Tried:
     """A cell with its plan and the plan's bound."""
     if reached.solved is None:
         return Tried(cell=cell, most_tokens_per_s=0.0, bound=MEMORY, reached=reached)
-    most = reached.question.tokens / reached.solved.plan.prediction.lower_bound_seconds
+    most = reached.question.tokens / reached.solved.bound_seconds
     return Tried(cell=cell, most_tokens_per_s=most, bound=PLAN, reached=reached)
 
 

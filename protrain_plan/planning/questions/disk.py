@@ -25,7 +25,6 @@ from protrain_plan.planning.outcome import Infeasible, Solved
 from protrain_plan.planning.questions.planner import Hint, proven, solve_any
 from protrain_plan.planning.search.choices import has_plan
 from protrain_plan.planning.search.improving import Effort
-from protrain_runtime.contract.records.plan import Budgets
 
 NEARLY = 1.05
 """A short search is followed by a long one where its plan takes up to so many times the limit: its
@@ -33,14 +32,9 @@ plans took 0.97 to 1.08 times as long in 13 problems, three of them more than th
 
 
 def solve_sparing(
-    problems: Sequence[Problem],
-    budgets: Budgets,
-    *,
-    effort: Effort | None = None,
-    hints: Sequence[Hint] = (),
+    problems: Sequence[Problem], *, effort: Effort, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """Answer as `solve_any` does, with the disk only if worthwhile (see the module)."""
-    effort = effort or Effort()
     without = tuple(one.changed(tiers={**one.tiers, "disk": 0}) for one in problems)
     is_open = any(one.tiers.get("disk") for one in problems)
     if (
@@ -48,11 +42,11 @@ def solve_sparing(
         or effort.solver != "milp"
         or not has_plan(without[0].speculating(), stopped=effort.late())
     ):
-        return solve_any(problems, budgets, effort=effort, hints=hints)
-    dry = solve_any(without, budgets, effort=effort.of_part("without the disk: "), hints=hints)
+        return solve_any(problems, effort=effort, hints=hints)
+    dry = solve_any(without, effort=effort.of_part("without the disk: "), hints=hints)
     if isinstance(dry, Infeasible):
-        return solve_any(problems, budgets, effort=effort, hints=hints)
-    dry_s, dry_bound = _seconds(dry)
+        return solve_any(problems, effort=effort, hints=hints)
+    dry_s, dry_bound = dry.step_seconds, dry.bound_seconds
     wanted_s = min(effort.below_s, inf if effort.enough_s is None else effort.enough_s)
     gain = problems[0].settings.disk_gain
     limit_s = (dry_s if dry_s <= wanted_s else dry_bound) / (1 + gain)
@@ -70,11 +64,11 @@ def solve_sparing(
             continue
         below_s = inf if is_long else limit_s * (1 + effort.gap_target)
         nearly = replace(effort, below_s=min(effort.below_s, below_s))
-        found = solve_any(problems, budgets, effort=nearly, hints=known)
+        found = solve_any(problems, effort=nearly, hints=known)
         assert isinstance(found, Solved), "a plan without the disk is one with it, too"
-        found_s, bound = _seconds(found)
+        found_s = found.step_seconds
         known, known_s = [*known, found.plan.units], min(known_s, found_s)
-        least, took_s = max(least, bound), took_s + found.solve_seconds
+        least, took_s = max(least, found.bound_seconds), took_s + found.solve_seconds
         if found.uses_disk:
             wet = found if found_s < dry_s and found_s <= limit_s else None
         elif found_s < dry_s:
@@ -85,9 +79,3 @@ def solve_sparing(
         solve_seconds=took_s,
         seconds_without_disk=dry_s if wet else None,
     )
-
-
-def _seconds(solved: Solved) -> tuple[float, float]:
-    """A plan's step and its bound."""
-    prediction = solved.plan.prediction
-    return prediction.step_seconds, prediction.lower_bound_seconds

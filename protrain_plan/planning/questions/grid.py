@@ -222,18 +222,19 @@ def search(
     fastest. Each cell is reported before it is tried, with the completed fraction, and `done` after
     that.
     """
-    firsts = {id(one): one.first_bound for one in cells}
-    by_price = {id(one): (one.price_per_hour, -firsts[id(one)]) for one in cells}
-    ranks = by_price if speed else {key: rank[::-1] for key, rank in by_price.items()}
-    ordered = sorted(cells, key=lambda one: ranks[id(one)])
+
+    def rank(one: tuple[float, Cell]) -> tuple[float, float]:
+        first, price = one[0], one[1].price_per_hour
+        return (price, -first) if speed else (-first, price)
+
+    ordered = sorted(((cell.first_bound, cell) for cell in cells), key=rank)
     looked_at: list[Tried] = []
     best: Tried | None = None
-    for number, cell in enumerate(ordered):
+    for first, cell in ordered:
         needed = speed or (best.tokens_per_s if best else 0.0)
-        first = firsts[id(cell)]
         if not speed and first <= needed:
-            return Found(best=best, looked_at=tuple(looked_at), unseen=tuple(ordered[number:]))
-        report(cell, number / len(ordered))
+            break
+        report(cell, len(looked_at) / len(ordered))
         seconds = cell.question.tokens / needed if needed else inf
         # Reaching this speed suffices; a search that cannot is abandoned.
         effort = Effort(gap_target=GAP)
@@ -245,13 +246,12 @@ def search(
             found = planned(cell, fit(cell.question, effort=effort, known=found.reached))
         looked_at.append(found)
         done(found)
-        if reaches:
-            return Found(
-                best=found, looked_at=tuple(looked_at), unseen=tuple(ordered[number + 1 :])
-            )
-        if not speed and found.tokens_per_s > needed:
+        if reaches or (not speed and found.tokens_per_s > needed):
             best = found
-    return Found(best=best, looked_at=tuple(looked_at))
+        if reaches:
+            break
+    unseen = tuple(cell for _, cell in ordered[len(looked_at) :])
+    return Found(best=best, looked_at=tuple(looked_at), unseen=unseen)
 
 
 def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | None:
@@ -274,9 +274,7 @@ def fastest_batch(questions: Sequence[Question], *, effort: Effort) -> int | Non
         if bounds[number] * (1 + effort.gap_target) >= best_s:
             break
         question = asked[number]
-        found = solve_sparing(
-            question.problems(), question.budgets, effort=replace(effort, below_s=best_s)
-        )
-        if isinstance(found, Solved) and found.plan.prediction.step_seconds < best_s:
-            best, best_s = number, found.plan.prediction.step_seconds
+        found = solve_sparing(question.problems(), effort=replace(effort, below_s=best_s))
+        if isinstance(found, Solved) and found.step_seconds < best_s:
+            best, best_s = number, found.step_seconds
     return best

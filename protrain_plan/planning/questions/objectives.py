@@ -27,7 +27,6 @@ from protrain_plan.planning.search.choices import has_plan, min_memory
 from protrain_plan.planning.search.evaluation import Evaluator
 from protrain_plan.planning.search.improving import Effort
 from protrain_runtime.contract.records.forms import ROUNDING
-from protrain_runtime.contract.records.plan import Budgets
 from protrain_runtime.contract.units import format_bytes
 
 FIRST_STEP = 0.002
@@ -51,25 +50,20 @@ def ask(
     hints: Sequence[Hint] = (),
 ) -> Answer:
     """The answer to a question, from `hints`; points of a front are reported as found."""
-    problems, budgets = question.problems(), question.budgets
+    problems = question.problems()
     ours = replace(effort, solver="milp")  # baselines are for the fastest step
     answer = Answer(question=question)
-    outcome: Solved | Infeasible
-    if objective.max_slowdown is not None:
-        least = least_memory(problems, budgets, max_slowdown=objective.max_slowdown, effort=ours)
-        if isinstance(least, Infeasible):
-            outcome = least
-        else:
-            outcome, answer = least.solved, replace(answer, least_memory=least)
-    elif objective.pareto_points is not None:
-        points = objective.pareto_points
-        front = pareto(problems, budgets, num_points=points, effort=ours, report=report)
-        if isinstance(front, Infeasible):
-            outcome = front
-        else:
-            outcome, answer = front[-1].solved, replace(answer, front=front)
+    outcome: Solved | Infeasible | LeastMemory | tuple[Point, ...]
+    if (slowdown := objective.max_slowdown) is not None:
+        outcome = least_memory(problems, max_slowdown=slowdown, effort=ours)
+    elif (points := objective.pareto_points) is not None:
+        outcome = pareto(problems, num_points=points, effort=ours, report=report)
     else:
-        outcome = solve_sparing(problems, budgets, effort=effort, hints=hints)
+        outcome = solve_sparing(problems, effort=effort, hints=hints)
+    if isinstance(outcome, LeastMemory):
+        answer, outcome = replace(answer, least_memory=outcome), outcome.solved
+    elif isinstance(outcome, tuple):
+        answer, outcome = replace(answer, front=outcome), outcome[-1].solved
     if isinstance(outcome, Infeasible):
         if sharded := question.adding_shards():
             found = ask(sharded, objective, effort=effort, report=report, hints=hints)
@@ -94,27 +88,27 @@ def ask(
         return replace(answer, infeasible=outcome)
     if question.pins and objective == Objective():
         unpinned = replace(question, pins=()).problems()
-        free = solve_sparing(unpinned, budgets, effort=ours, hints=[outcome.plan.units])
+        free = solve_sparing(unpinned, effort=ours, hints=[outcome.plan.units])
         assert isinstance(free, Solved), "a plan with pins fits, so one without them does"
-        answer = replace(answer, seconds_without_pins=free.plan.prediction.step_seconds)
+        answer = replace(answer, seconds_without_pins=free.step_seconds)
     problem = problem_of(outcome, problems)
     kept = keeping(problem, Evaluator(problem))
     return replace(answer, solved=outcome, kept_seconds=kept.seconds if kept else None)
 
 
 def least_memory(
-    problems: Sequence[Problem], budgets: Budgets, *, max_slowdown: float, effort: Effort
+    problems: Sequence[Problem], *, max_slowdown: float, effort: Effort
 ) -> LeastMemory | Infeasible:
-    """The least device memory for a step of `max_slowdown` times the fastest within `budgets`.
+    """The least device memory for a step of `max_slowdown` times the fastest within the budgets.
 
     The fluid model's least budget at that speed is the bound and the start; plans for budgets above
     show the cost of whole moves.
     """
-    fastest = solve_sparing(problems, budgets, effort=effort)
+    fastest = solve_sparing(problems, effort=effort)
     if isinstance(fastest, Infeasible):
         return fastest
     fewest = problems[0]
-    step = fastest.plan.prediction.step_seconds
+    step = fastest.step_seconds
     limit_s = step * max_slowdown
     besides = fewest.profile.hardware.device.besides_bytes
     least = 0
@@ -126,11 +120,10 @@ def least_memory(
 
     def planned(device: int) -> bool:
         nonlocal best, best_bytes
-        smaller = replace(budgets, device=device + besides)
-        found = solve_sparing(within(problems, device), smaller, effort=inner, hints=hints)
+        found = solve_sparing(within(problems, device), effort=inner, hints=hints)
         if isinstance(found, Solved):
             hints.append(found.plan.units)
-        if isinstance(found, Infeasible) or found.plan.prediction.step_seconds > limit_s:
+        if isinstance(found, Infeasible) or found.step_seconds > limit_s:
             return False
         if _needed(found) < best_bytes:
             best, best_bytes = found, _needed(found)
@@ -163,13 +156,12 @@ def _needed(solved: Solved) -> int:
 
 def pareto(
     problems: Sequence[Problem],
-    budgets: Budgets,
     *,
     num_points: int,
     effort: Effort,
     report: Callable[[Point], None] | None = None,
 ) -> tuple[Point, ...] | Infeasible:
-    """Plans from the least memory up to `budgets`, each faster than the smaller ones.
+    """Plans from the least memory up to the budgets, each faster than the smaller ones.
 
     Budgets are in equal ratios between the least and the largest useful one; dominated plans are
     omitted. Each point is reported as found.
@@ -177,11 +169,11 @@ def pareto(
     problem = problems[0]  # with the fewest replicas, which need least
     lean = min_memory(problem, stopped=effort.spent)
     if lean is None or lean.bytes > problem.device:
-        found = solve_problem(problem, budgets, effort=effort)
+        found = solve_problem(problem, effort=effort)
         assert isinstance(found, Infeasible)
         return found
     besides = problem.profile.hardware.device.besides_bytes
-    plain: Choice = tuple((0, 0) for _ in problem.options)
+    plain: Choice = ((0, 0),) * problem.count
     largest = max(lean.bytes, min(problem.device, max(problem.static_bytes(plain))))
     points: list[Point] = []
     hints: Sequence[Hint] = ()
@@ -190,17 +182,12 @@ def pareto(
         device = round(lean.bytes * (largest / lean.bytes) ** share)
         if effort.spent() and points:
             break
-        found = solve_sparing(
-            within(problems, device),
-            replace(budgets, device=device + besides),
-            effort=effort,
-            hints=hints,
-        )
+        found = solve_sparing(within(problems, device), effort=effort, hints=hints)
         if isinstance(found, Infeasible):
             continue  # rounding of the least budget
         hints = (found.plan.units,)
-        step = found.plan.prediction.step_seconds
-        if not points or step < points[-1].solved.plan.prediction.step_seconds:
+        step = found.step_seconds
+        if not points or step < points[-1].solved.step_seconds:
             points.append(Point(device_bytes=_needed(found) + besides, solved=found))
             if report:
                 report(points[-1])
@@ -222,29 +209,28 @@ def fit(
     answer = ask(question, Objective(), effort=effort, hints=hints)
     others = alternatives(problems) if compare else ()
     for asked in filter(None, (question, question.adding_shards())):
-        if answer.solved is None:
+        if (step_s := answer.step_seconds) is None:
             break
-        step_s, adds = answer.solved.plan.prediction.step_seconds, asked.settings.adds_shards
         hints = [
             one.units
             for one in others
-            if one.adds_shards == adds
+            if one.adds_shards == asked.settings.adds_shards
             and (one.step_seconds or inf) < step_s / (1 + effort.gap_target)
         ]
         if hints:
             again = ask(asked, Objective(), effort=effort, hints=hints)
-            if again.solved and again.solved.plan.prediction.step_seconds < step_s:
+            if (again.step_seconds or inf) < step_s:
                 answer = again
     found = answer.solved or answer.infeasible
     assert found is not None
     if before and is_for_less:
-        seconds = before.plan.prediction.step_seconds
+        seconds = before.step_seconds
         least = problem_of(before, problems).compute_seconds
         worth = 1.0
         if isinstance(found, Solved):
-            least = found.plan.prediction.lower_bound_seconds
+            least = found.bound_seconds
             worth += question.settings.disk_gain * (before.uses_disk and not found.uses_disk)
-        if isinstance(found, Infeasible) or seconds * worth < found.plan.prediction.step_seconds:
+        if isinstance(found, Infeasible) or seconds * worth < found.step_seconds:
             plan = replace(before.plan, budgets=question.budgets)
             found = proven(replace(before, plan=plan), least, effort)
     if isinstance(found, Infeasible):
@@ -269,4 +255,4 @@ def plain_bytes(problem: Problem) -> int:
     """Device bytes of plain PyTorch, with non-tensor bytes and DDP's buckets."""
     besides = problem.profile.hardware.device.besides_bytes
     buckets = bucket_bytes(problem.profile) if problem.settings.group.num_devices > 1 else 0
-    return max(problem.static_bytes(tuple((0, 0) for _ in problem.options))) + besides + buckets
+    return max(problem.static_bytes(((0, 0),) * problem.count)) + besides + buckets

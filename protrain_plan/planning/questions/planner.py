@@ -33,7 +33,7 @@ from protrain_plan.planning.explain.advice import infeasible
 from protrain_plan.planning.model.counting import Caution, Counting, Layout, Prices
 from protrain_plan.planning.model.decision_model import least_lane_seconds
 from protrain_plan.planning.model.fitting import within_reach
-from protrain_plan.planning.model.problem import OVERLAPPING, Choice, Problem
+from protrain_plan.planning.model.problem import Choice, Problem
 from protrain_plan.planning.model.solver import SOLVER
 from protrain_plan.planning.outcome import Infeasible, Replicas, SearchStage, Solved, Status
 from protrain_plan.planning.search.baselines import Baseline, baseline, leanest_variant, staying
@@ -45,7 +45,6 @@ from protrain_plan.planning.search.improving import (
     Effort,
     exact_where_free,
     in_runs,
-    never,
     simplified,
 )
 from protrain_plan.planning.search.layouts import choice_of, layout_of, layouts_near
@@ -57,8 +56,7 @@ from protrain_plan.simulation.timeline import (
 )
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.memory import peak_bytes
-from protrain_runtime.contract.records.plan import Budgets, Plan, Prediction, StepSettings, UnitPlan
-from protrain_runtime.contract.records.profile import Profile
+from protrain_runtime.contract.records.plan import Plan, Prediction, UnitPlan
 from protrain_runtime.contract.records.writer import fingerprint
 
 CAUTIONS = (
@@ -143,26 +141,12 @@ Hint = Sequence[UnitPlan]
 """A plan's units to start from; skipped if not open."""
 
 
-def plan(
-    profile: Profile,
-    budgets: Budgets,
-    settings: StepSettings = OVERLAPPING,
-    *,
-    effort: Effort | None = None,
-    hints: Sequence[Hint] = (),
-) -> Solved | Infeasible:
-    """The fastest plan found within `budgets` (context included), or `Infeasible`."""
-    problem = Problem.of(profile, budgets, settings)
-    return solve_problem(problem, budgets, effort=effort, hints=hints)
-
-
 @collected(SELDOM)
 def solve_problem(
-    problem: Problem, budgets: Budgets, *, effort: Effort | None = None, hints: Sequence[Hint] = ()
+    problem: Problem, *, effort: Effort, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """The fastest plan found for a problem from `hints`, or `Infeasible`."""
-    effort = effort or Effort()
-    found = _solved_exactly(problem, budgets, effort, hints)
+    found = _solved_exactly(problem, effort, hints)
     is_small = problem.count <= SMALL and effort.solver == "milp" and not effort.spent()
     if not is_small or not isinstance(found, Solved) or found.status == "optimal":
         return found
@@ -170,17 +154,15 @@ def solve_problem(
     if fewer.options == problem.options:  # no chunk may lie in two tiers
         return found
     # With few units, a search among fewer options may end with a faster plan.
-    other = _solved_exactly(fewer, budgets, effort, hints)
+    other = _solved_exactly(fewer, effort, hints)
     if not isinstance(other, Solved):
         return found
-    best = min(found, other, key=lambda one: one.plan.prediction.step_seconds)
-    best = proven(best, found.plan.prediction.lower_bound_seconds, effort)
+    best = min(found, other, key=lambda one: one.step_seconds)
+    best = proven(best, found.bound_seconds, effort)
     return replace(best, solve_seconds=found.solve_seconds + other.solve_seconds)
 
 
-def _solved_exactly(
-    problem: Problem, budgets: Budgets, effort: Effort, hints: Sequence[Hint]
-) -> Solved | Infeasible:
+def _solved_exactly(problem: Problem, effort: Effort, hints: Sequence[Hint]) -> Solved | Infeasible:
     """Search for an exact plan first, if inexact ones are allowed.
 
     An inexact plan must be faster than every exact one found, by more than tidying may cost: the
@@ -188,16 +170,16 @@ def _solved_exactly(
     opt-in makes no plan slower.
     """
     exact = problem.exactly() if problem.profile.allowed and effort.solver == "milp" else None
-    known = exact and _solved(exact, budgets, effort, hints)
+    known = exact and _solved(exact, effort, hints)
     if not isinstance(known, Solved):
-        return _solved(problem, budgets, effort, hints)
-    limit_s = known.plan.prediction.step_seconds / (1 + TOLERANCE)
+        return _solved(problem, effort, hints)
+    limit_s = known.step_seconds / (1 + TOLERANCE)
     faster = replace(effort, below_s=min(effort.below_s, limit_s))
-    found = _solved(problem, budgets, faster, (*hints, known.plan.units))
+    found = _solved(problem, faster, (*hints, known.plan.units))
     assert isinstance(found, Solved), "an exact plan is a plan of the whole problem"
     seconds = known.solve_seconds + found.solve_seconds
-    if found.plan.prediction.step_seconds > limit_s:
-        found = proven(known, found.plan.prediction.lower_bound_seconds, effort)
+    if found.step_seconds > limit_s:
+        found = proven(known, found.bound_seconds, effort)
     return replace(found, solve_seconds=seconds)
 
 
@@ -205,12 +187,10 @@ def proven(solved: Solved, bound_s: float, effort: Effort) -> Solved:
     """The plan with a bound from another search."""
     prediction = replace(solved.plan.prediction, lower_bound_seconds=bound_s)
     plan = replace(solved.plan, prediction=prediction)
-    return replace(solved, plan=plan, gap=plan.gap, status=status_of(plan.gap, effort))
+    return replace(solved, plan=plan, gap=plan.gap, status=_status(plan.gap, effort))
 
 
-def _solved(
-    problem: Problem, budgets: Budgets, effort: Effort, hints: Sequence[Hint]
-) -> Solved | Infeasible:
+def _solved(problem: Problem, effort: Effort, hints: Sequence[Hint]) -> Solved | Infeasible:
     """Search once, whether or not an exact plan is as fast."""
     started, solver = time.monotonic(), effort.solver
     if solver != "milp":
@@ -222,11 +202,12 @@ def _solved(
         if late():
             unknown = "the search ended before it had found any plan"
             raise ProtrainError(unknown, fix="give it more time")
-        return infeasible(problem, budgets, lean)
-    leanest = problem.decisions(lean.choice)
+        return infeasible(problem, lean)
+    options = zip(*problem.chosen(lean.choice), strict=True)
+    decided = [(activation.decision, state.decision) for activation, state in options]
     if solver == "milp":
         problem = within_reach(problem)
-    choice = problem.known_choice(leanest)
+    choice = problem.known_choice(decided)
     assert choice, "the leanest plan is within reach"
     planning = _Planning(problem, choice, effort)
     found: Evaluation | None
@@ -235,8 +216,8 @@ def _solved(
     elif (found := planning.solve_baseline(solver)) is None:
         variant = leanest_variant(solver, problem)
         peak = max(problem.static_bytes(variant))
-        return infeasible(problem, budgets, Leanest(choice=variant, bytes=peak, proven_bytes=peak))
-    return planning.solved(found, budgets, time.monotonic() - started)
+        return infeasible(problem, Leanest(choice=variant, bytes=peak, proven_bytes=peak))
+    return planning.solved(found, time.monotonic() - started)
 
 
 class _Planning:
@@ -319,7 +300,7 @@ class _Planning:
             self._tell(name)
         return found
 
-    def solved(self, best: Evaluation, budgets: Budgets, seconds: float) -> Solved:
+    def solved(self, best: Evaluation, seconds: float) -> Solved:
         """The answer: `best` as a plan, with its prediction."""
         profile, settings = self.problem.profile, self.problem.settings
         program = self.problem.program(best.plans)
@@ -351,7 +332,7 @@ class _Planning:
             profile_fingerprint=fingerprint(self.problem.made_from),
             model_fingerprint=profile.model_fingerprint,
             exact=True,
-            budgets=budgets,
+            budgets=self.problem.budgets,
             prediction=prediction,
             settings=settings,
             units=best.plans,
@@ -360,7 +341,7 @@ class _Planning:
         made = made.regraded()
         return Solved(
             plan=made,
-            status=status_of(made.gap, self.effort),
+            status=_status(made.gap, self.effort),
             gap=made.gap,
             stall_seconds=best.stall_s,
             solve_seconds=seconds,
@@ -373,13 +354,12 @@ class _Planning:
         """The fluid model and its numbers, by windows of slots."""
         window = -(-self.problem.count // WINDOWS)
         # The solver polls ten thousand times: skipped if nothing ends a search.
-        is_endless = self.effort.stopped is never and self.effort.time_limit_s is None
+        is_endless = self.effort.stopped is None and self.effort.time_limit_s is None
         stopped = None if is_endless else self.effort.spent
         return Counting(self.problem, window=window, stopped=stopped)
 
     @cached_property
     def prices(self) -> Prices:
-        """The relaxation's prices of options."""
         return self.counting.relax()
 
     @cached_property
@@ -400,7 +380,6 @@ class _Planning:
         return self.best.seconds <= self._enough_s
 
     def _is_above(self, gap: float) -> bool:
-        """Whether the best plan's gap is larger."""
         return self.best.seconds > self.bound * (1 + gap)
 
     def _tell(self, stage: str) -> None:
@@ -487,7 +466,7 @@ class _Planning:
                 time_limit_s=self.effort.left_s(),
             )
             self.bound = max(self.bound, counting.bound_seconds)
-            if numbers and (amounts := counting.amounts_with(numbers)):
+            if numbers and (amounts := counting.amounts(numbers)):
                 self._try(layouts_near(self.problem, amounts))
             self._tell("a search tree")
         in_vain = 0
@@ -501,7 +480,7 @@ class _Planning:
             if numbers is None or least <= counting.bound * close:
                 break
             value = counting.learn(numbers)
-            if value <= least * PROMISING and (amounts := counting.amounts_with(numbers)):
+            if value <= least * PROMISING and (amounts := counting.amounts(numbers)):
                 self._try(layouts_near(self.problem, amounts))
             least = min(least, value)
             closed = self.best.seconds - self.bound <= gap_s * (1 - WORTH)
@@ -541,22 +520,16 @@ class _Planning:
                 break
 
 
-def status_of(gap: float, effort: Effort) -> Status:
-    """The status of a plan with this gap."""
+def _status(gap: float, effort: Effort) -> Status:
     return "optimal" if gap <= effort.gap_target else "feasible"
 
 
 def solve_any(
-    problems: Sequence[Problem],
-    budgets: Budgets,
-    *,
-    effort: Effort | None = None,
-    hints: Sequence[Hint] = (),
+    problems: Sequence[Problem], *, effort: Effort, hints: Sequence[Hint] = ()
 ) -> Solved | Infeasible:
     """The fastest plan of any problem, with a bound for all; or why the first has none."""
-    effort = effort or Effort()
     if len(problems) == 1:
-        return solve_problem(problems[0], budgets, effort=effort, hints=hints)
+        return solve_problem(problems[0], effort=effort, hints=hints)
     started, tolerated = time.monotonic(), 1 + effort.gap_target
     best: Solved | None = None
     best_s, known = inf, list(hints)
@@ -585,23 +558,20 @@ def solve_any(
         if best and (effort.spent() or best_s <= (effort.enough_s or 0.0)):
             break
         problem, below = problems[number], faster(problems[number])
-        found = solve_problem(problem, budgets, effort=below, hints=known)
+        found = solve_problem(problem, effort=below, hints=known)
         if isinstance(found, Infeasible):
             del bounds[number]
             reason = found if number == 0 else reason
             continue
-        prediction = found.plan.prediction
-        bounds[number] = prediction.lower_bound_seconds
+        bounds[number] = found.bound_seconds
         if not below.is_vain(bounds[number]):  # otherwise the search was given up
-            seconds[number] = prediction.step_seconds
-        if prediction.step_seconds < best_s - SAME_S:
-            best, best_s = found, prediction.step_seconds
+            seconds[number] = found.step_seconds
+        if found.step_seconds < best_s - SAME_S:
+            best, best_s = found, found.step_seconds
             seconds[number] = best_s
             known.append(found.plan.units)
     if best is None:
-        return reason or solve_problem(
-            problems[0], budgets, effort=faster(problems[0]), hints=known
-        )
+        return reason or solve_problem(problems[0], effort=faster(problems[0]), hints=known)
     # What was not looked at computes as much.
     bound = min([*bounds.values(), *(one.compute_seconds for one in problems[looked_at:])])
     return replace(
@@ -622,12 +592,15 @@ def problem_of(solved: Solved, problems: Sequence[Problem]) -> Problem:
     """The problem that a plan was made for."""
     number = solved.plan.group.num_replicas
     problem = next(one for one in problems if one.settings.group.num_replicas == number)
-    problem = problem.overlapping(solved.plan.settings.overlap_steps)
-    if (reductions := solved.plan.settings.reductions) == problem.settings.reductions:
-        return problem
-    return replace(problem, settings=replace(problem.settings, reductions=reductions))
+    made = solved.plan.settings
+    settings = replace(
+        problem.settings, overlap_steps=made.overlap_steps, reductions=made.reductions
+    )
+    return problem if settings == problem.settings else replace(problem, settings=settings)
 
 
 def within(problems: Sequence[Problem], device: int) -> tuple[Problem, ...]:
-    """Return the problems with so many bytes for tensors on the device."""
-    return tuple(problem.changed(device=device) for problem in problems)
+    """The problems with so many bytes for tensors on the device."""
+    budget = device + problems[0].profile.hardware.device.besides_bytes
+    budgets = replace(problems[0].budgets, device=budget)
+    return tuple(problem.changed(device=device, budgets=budgets) for problem in problems)

@@ -154,7 +154,6 @@ class _FourParameterSearch:
         self.fastest: Evaluation | None = None
 
     def best(self) -> Evaluation | None:
-        """The fastest plan found."""
         coarse = sorted(self._coarse(), key=lambda n: self.problem.least_seconds(self.choice(n)))
         for numbers in coarse:
             if self.tried > self.limit // 2 or self.evaluator.stopped():
@@ -165,7 +164,7 @@ class _FourParameterSearch:
             step = max(1, len(self.blocks) // GRID // 2)
             while step and self.tried <= self.limit and not self.evaluator.stopped():
                 steps = self._steps(numbers, step)
-                faster = min(steps, key=lambda n: self._try(n), default=numbers)
+                faster = min(steps, key=self._try, default=numbers)
                 if self._try(faster) < self._try(numbers):
                     numbers = faster
                 else:
@@ -176,29 +175,21 @@ class _FourParameterSearch:
         """The decisions that the four numbers stand for."""
         if numbers in self.choices:
             return self.choices[numbers]
-        placements: dict[int, Placement] = {}
-        for position, index in enumerate(self.chunks):
-            if position < numbers.persist:
-                placements[index] = PERSISTENT
-            elif position >= len(self.chunks) - numbers.buffer:
-                placements[index] = self.buffer
-            else:
-                placements[index] = self.offload
-        policies: dict[int, Activations] = {}
+        placements = dict.fromkeys(self.chunks, self.offload)
+        placements |= dict.fromkeys(self.chunks[len(self.chunks) - numbers.buffer :], self.buffer)
+        placements |= dict.fromkeys(self.chunks[: numbers.persist], PERSISTENT)
         changed = numbers.swap + numbers.checkpoint
-        for position, index in enumerate(self.blocks[:changed]):
-            # Swaps spread evenly, the first block among them.
-            before = -(-position * numbers.swap // changed)
-            until = -(-(position + 1) * numbers.swap // changed)
-            policies[index] = self.swap if until > before else RECOMPUTE
+        policies = dict.fromkeys(self.blocks[:changed], RECOMPUTE)
+        for number in range(numbers.swap):  # spread evenly, the first block among them
+            policies[self.blocks[number * changed // numbers.swap]] = self.swap
         choice = []
         for index, options in enumerate(self.problem.options):
             activations, states = options.numbers
-            policy, placement = policies.get(index), placements.get(index)
+            placement = placements.get(index, PERSISTENT)
             if placement == self.buffer and self.buffer not in states:
                 placement = self.offload  # the last chunk stays between its slots in any case
-            state = states.get(placement, 0) if placement else 0
-            choice.append((activations.get(policy, 0) if policy else 0, state))
+            policy = policies.get(index, KEEP)
+            choice.append((activations.get(policy, 0), states.get(placement, 0)))
         self.choices[numbers] = tuple(choice)
         return self.choices[numbers]
 

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from protrain_plan.planning.model.decision_model import COUNTED, LE, DecisionModel, Terms
 from protrain_plan.planning.model.options import Decision
 from protrain_plan.planning.model.problem import AMPLE, Choice, Problem
-from protrain_plan.planning.model.solver import Stopped, solve
+from protrain_plan.planning.model.solver import LinearProgram, Stopped
 from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Activations, Placement, StateTier
 
-Fractions = Sequence[tuple[Sequence[float], Sequence[float]]]
-"""Per unit: how much of each activation option and of each state option the model takes."""
+Fractions = Sequence[Sequence[Sequence[float]]]
+"""How much of each option the model takes, by unit and kind."""
 
 MAX_NODES = 300
 CERTAIN = 1e-4
@@ -251,13 +251,12 @@ def _try(
         target = most * SURELY / model.byte_unit
         model.row("limit", [(peak, 1.0)], LE, target)
     # Among equally lean decisions, those that keep and persist most, and move least.
-    plain = [(xs[0], -TIE_BREAK) for xs in (*model.activations, *model.states)]
+    plain = [(xs[0], -TIE_BREAK) for of_unit in model.binaries for xs in of_unit]
     model.minimise([(peak, 1.0), *plain])
     if counted:
         model.count_units()
-    answer = solve(
-        model.pulp, integer=True, max_nodes=MAX_NODES, gap=1e-9, target=target, stopped=stopped
-    )
+    program = LinearProgram(model.pulp, stopped=stopped)
+    answer = program.solve(integer=True, max_nodes=MAX_NODES, gap=1e-9, target=target)
     if not answer.values:
         return _Try(proves_none=answer.status == "infeasible")
     # What the solver proved, less its tolerance and what the tie-break may have taken off.

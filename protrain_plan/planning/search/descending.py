@@ -6,7 +6,6 @@ lack it.
 """
 
 import random
-from collections.abc import Sequence
 from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
@@ -23,11 +22,7 @@ from protrain_plan.planning.search.layouts import (
     steps,
 )
 from protrain_plan.planning.search.pacing import PLAIN, Pace
-from protrain_runtime.contract.program.effects import (
-    ActivationOption,
-    StateOption,
-    standing_bytes,
-)
+from protrain_runtime.contract.program.effects import standing_bytes
 from protrain_runtime.contract.records.hardware import TierName
 
 LESS = 1e-4
@@ -133,23 +128,21 @@ class Descent:
         if known in self._differences:
             return self._differences[known]
         units = self.problem.classes[one.group]
-
-        def options(place: int) -> Sequence[ActivationOption | StateOption]:
-            of_unit = self.problem.options[units[place]]
-            return of_unit.states if one.kind else of_unit.activations
-
         if row is None:
             assert need.tier, "the device's bytes depend on places"
-            before, after = (options(0)[n].tier_bytes for n in (one.option, one.into))
-            self._differences[known] = after.get(need.tier, 0) - before.get(need.tier, 0)
-            return self._differences[known]
-        has = [place for place, option in enumerate(decided(row)) if option == one.option]
-        more = 0
-        for place in (has[0], has[len(has) // 2], has[-1]):
-            more += standing_bytes(options(place)[one.into], need.slot)
-            more -= standing_bytes(options(place)[one.option], need.slot)
-        self._differences[known] = more / 3
-        return more / 3
+            options = self.problem.options[units[0]].kinds[one.kind]
+            more = float(options[one.into].tier_bytes.get(need.tier, 0))
+            more -= options[one.option].tier_bytes.get(need.tier, 0)
+        else:
+            has = [unit for unit, n in zip(units, decided(row), strict=True) if n == one.option]
+            total = 0
+            for unit in (has[0], has[len(has) // 2], has[-1]):
+                options = self.problem.options[unit].kinds[one.kind]
+                total += standing_bytes(options[one.into], need.slot)
+                total -= standing_bytes(options[one.option], need.slot)
+            more = total / 3
+        self._differences[known] = more
+        return more
 
     # Orders
 

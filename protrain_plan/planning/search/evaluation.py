@@ -88,12 +88,10 @@ def plans_of(
     problem: Problem, choice: Choice, schedules: Sequence[Schedule]
 ) -> tuple[UnitPlan, ...]:
     """The plans of the units that a choice and its schedules mean."""
-    activations, states = problem.chosen(choice)
+    decided = zip(*problem.chosen(choice), schedules, strict=True)
     return tuple(
         problem.unit_plan(unit, activation.decision, state.decision, schedule)
-        for unit, (activation, state, schedule) in enumerate(
-            zip(activations, states, schedules, strict=True)
-        )
+        for unit, (activation, state, schedule) in enumerate(decided)
     )
 
 

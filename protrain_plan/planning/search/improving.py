@@ -56,11 +56,6 @@ none of them was faster than a plan within 1.5 % of that bound, and planning too
 """
 
 
-def never() -> bool:
-    """Never stop a search."""
-    return False
-
-
 @dataclass(slots=True, kw_only=True)
 class Effort:
     """The length of a search, and when its plan is good enough.
@@ -84,7 +79,7 @@ class Effort:
     is_another: bool = False
     time_limit_s: float | None = None
     seed: int = 0
-    stopped: Stopped = never
+    stopped: Stopped | None = None
     solver: Solver = "milp"
     progress: Progress = lambda *_: None
     started: float = field(default_factory=time.monotonic)
@@ -94,8 +89,7 @@ class Effort:
         return replace(self, progress=lambda stage, *found: self.progress(where + stage, *found))
 
     def spent(self) -> bool:
-        """Whether the search has to end now."""
-        return self.stopped() or self.left_s() <= 0
+        return (self.stopped is not None and self.stopped()) or self.left_s() <= 0
 
     def late(self) -> Callable[[], bool]:
         """Whether the search should have ended; without any plan it gets as much time again."""
@@ -114,7 +108,6 @@ class Effort:
         return bound_s * (1 + gap) >= self.below_s or bound_s > (self.enough_s or inf)
 
     def left_s(self) -> float:
-        """Seconds until the time limit."""
         if self.time_limit_s is None:
             return float("inf")
         return self.time_limit_s - (time.monotonic() - self.started)

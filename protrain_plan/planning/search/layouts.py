@@ -63,14 +63,14 @@ def layouts_near(problem: Problem, amounts: Amounts) -> Iterator[Layout]:
     """Layouts with about these amounts, in runs or spread, in the order of their places."""
     every: list[tuple[tuple[int, int], ...]] = []
     counts = [len(units) for units in problem.classes for _ in (0, 1)]
-    for sums, places, count in zip(amounts.sums, amounts.places, counts, strict=True):
+    for of_options, count in zip(amounts, counts, strict=True):
         # Whole numbers near the sums, `count` together: the largest rests are rounded up.
-        numbers = {option: int(amount + 1e-6) for option, amount in sums.items()}
-        rests = sorted(sums, key=lambda option: (numbers[option] - sums[option], option))
+        numbers = {option: int(amount + 1e-6) for option, (amount, _) in of_options.items()}
+        rests = sorted(numbers, key=lambda n: (numbers[n] - of_options[n][0], n))
         for option in rests[: count - sum(numbers.values())]:
             numbers[option] += 1
         taken = [option for option, number in numbers.items() if number]
-        taken.sort(key=lambda option: (round(places[option], 6), option))
+        taken.sort(key=lambda n: (round(of_options[n][1], 6), n))
         every.append(tuple((option, numbers[option]) for option in taken))
     for spread in ((False, True), (False, False), (True, True), (True, False)):
         spreads = zip(every, spread * len(problem.classes), strict=True)
@@ -108,9 +108,7 @@ def orders(layout: Layout, group: int, kind: int) -> Iterator[Layout]:
                 yield _with_row(layout, group, kind, other)
 
 
-def exchanges(
-    layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> Iterator[Exchange]:
+def exchanges(layout: Layout, open_to: Sequence[Sequence[Sequence[int]]]) -> Iterator[Exchange]:
     """Changes that are open to units of a class, one option for another."""
     for group, pair in enumerate(layout):
         for kind, row in enumerate(pair):
@@ -121,7 +119,7 @@ def exchanges(
 
 
 def steps(
-    layout: Layout, open_to: Sequence[tuple[Sequence[int], Sequence[int]]]
+    layout: Layout, open_to: Sequence[Sequence[Sequence[int]]]
 ) -> Iterator[tuple[Layout, Exchange]]:
     """Layouts with 1, 2, 4, ... units of a class in another option."""
     for exchange in exchanges(layout, open_to):

@@ -167,7 +167,7 @@ class Pacer:
         return _Option(compute, arrivals, departures, None)
 
     def _of_states(self, unit: int, option: StateOption) -> _Option:
-        network, count = self.problem.lane_seconds.network, self.problem.count
+        network, count = self.problem.lane_seconds, self.problem.count
         arrivals: list[_Arrival] = []
         for number, come in enumerate(option.arriving):
             # The disk's lane says when to submit what comes from two tiers: it takes longest.
@@ -201,17 +201,17 @@ class Pacer:
                 _Departure(slot, unit, False, held, kept, tuple(clocks), in_place, added)
             )
         compute = ((option.step_slot, option.device_s),) if option.device_s else ()
-        if not (num_updates := option.num_updates):
-            return _Option(compute, tuple(arrivals), tuple(departures), None)
-        decision, read, write = option.decision, (-1, 0.0), (-1, 0.0)
-        lane = Lane("update", option.tier)
-        if option.state_lanes:
-            reading, lane, writing = option.state_lanes
-            read = self.clock(reading, option.read_bytes)
-            write = self.clock(writing, option.write_bytes)
-        waits = self.problem.settings.updates == "after backward" and not decision.speculate
-        seconds, on_device = (self.lanes[lane], option.update_s), decision.update_on_device
-        update = _Update(unit, read, seconds, write, num_updates, on_device, waits)
+        update: _Update | None = None
+        if num_updates := option.num_updates:
+            decision, read, write = option.decision, (-1, 0.0), (-1, 0.0)
+            lane = Lane("update", option.tier)
+            if option.state_lanes:
+                reading, lane, writing = option.state_lanes
+                read = self.clock(reading, option.read_bytes)
+                write = self.clock(writing, option.write_bytes)
+            waits = self.problem.settings.updates == "after backward" and not decision.speculate
+            seconds, on_device = (self.lanes[lane], option.update_s), decision.update_on_device
+            update = _Update(unit, read, seconds, write, num_updates, on_device, waits)
         return _Option(compute, tuple(arrivals), tuple(departures), update)
 
     def walk(self, choice: Choice, pace: Pace = PLAIN, within_s: float = inf) -> Paced | None:
@@ -265,15 +265,6 @@ class _Walk:
         self.free = [0.0] * len(pacer.lanes)
         self.late = self._late(choice)
         self.updated: dict[int, float] = {}  # by unit, when its update ends
-        # Of a walk: what waits for its lane, when all has come that came ahead of each slot, leads
-        # and drains, and what leaves.
-        self.queues: list[deque[_Arrival]] = []
-        self.came: list[float] = []
-        self.submitted: dict[tuple[int, int], float] = {}
-        self.drains: dict[tuple[int, bool], int] = {}
-        self.gone: set[tuple[int, bool]] = set()
-        self.out: deque[_Standing] = deque()
-        self.standing, self.on_device = 0, 0.0
 
     def _late(self, choice: Choice) -> set[int]:
         """Units that are updated late; what waits in place for that takes its room at once."""
@@ -355,13 +346,18 @@ class _Walk:
         compute = self.compute
         # When each slot has to begin for the last one to end in time.
         latest = [within_s - rest for rest in accumulate(reversed(compute))][::-1]
-        self.room, self.gone, self.standing = list(self.room_at_first), set(), 0
+        self.room = list(self.room_at_first)
+        # What waits for its lane, and when all has come that came ahead of each slot.
         queues: dict[int, deque[_Arrival]] = {}
         for arrivals in self.due:
             for arrival in arrivals:
                 queues.setdefault(arrival.clocks[-1][0], deque()).append(arrival)
         self.queues, self.came = list(queues.values()), [0.0] * self.end
-        self.submitted, self.drains, self.out = {}, {}, deque()
+        # Leads and drains, what leaves and what has left.
+        self.submitted: dict[tuple[int, int], float] = {}
+        self.drains: dict[tuple[int, bool], int] = {}
+        self.out, self.standing = deque[_Standing](), 0
+        self.gone: set[tuple[int, bool]] = set()
         in_backward: dict[int, _Update] = {}
         if updating:
             updates = (one for one in self.updates if not one.waits and one.unit not in self.late)

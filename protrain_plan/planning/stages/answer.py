@@ -15,7 +15,7 @@ from math import inf, isfinite
 
 from protrain_plan.planning.outcome import Infeasible
 from protrain_plan.planning.questions.planner import solve_problem
-from protrain_plan.planning.search.improving import Effort
+from protrain_plan.planning.search.improving import Effort, Progress
 from protrain_plan.planning.stages.cuts import Cuts, best_cuts, possible_cuts
 from protrain_plan.planning.stages.cycles import BOUNDS, Bounds, Lanes, Pipeline
 from protrain_plan.planning.stages.pipelines import Pipelined, Stage, pipelined, planned
@@ -62,7 +62,6 @@ class StagesQuestion:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.global_batch * next(iter(self.profiles.values())).workload.seq_len
 
 
@@ -83,12 +82,10 @@ class StagesAnswer:
     @property
     def best(self) -> Pipelined | None:
         """The faster one; one stage where both take as long."""
-        found = [one for one in (self.single, self.several) if one]
-        return min(found, key=lambda one: one.step_seconds, default=None)
+        return faster(self.single, self.several)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the best one."""
         return self.best.plan(self.lower_bound_seconds) if self.best else None
 
     @property
@@ -133,7 +130,10 @@ class StagesAnswer:
         return f"{self.speedup:.2f} times as fast as one stage: {alone}"
 
 
-Progress = Callable[[str, float | None, float | None], None]
+def faster(one: Pipelined | None, other: Pipelined | None) -> Pipelined | None:
+    """The faster pipeline; the first where both take as long, None where there is none."""
+    found = [each for each in (one, other) if each]
+    return min(found, key=lambda each: each.step_seconds, default=None)
 
 
 class Search:
@@ -148,14 +148,8 @@ class Search:
         self.levels: dict[Shape, int] = {}  # the lowest of the bounds of the shape's best cuts
         self.planned: dict[Shape, Pipelined | None] = {}
         for shape in shapes:
-            pipeline = Pipeline(
-                question.profiles[shape.batch],
-                question.budgets,
-                question.settings,
-                question.settings.group,
-                shape,
-                question.allow,
-            )
+            profile, budgets = question.profiles[shape.batch], question.budgets
+            pipeline = Pipeline(profile, budgets, question.settings, shape, question.allow)
             self.bounds[shape] = Bounds(pipeline, lanes)
             self.cuts[shape], self.levels[shape] = Cuts(0.0, ()), -1  # not looked at yet
 
@@ -163,27 +157,21 @@ class Search:
         bounds = self.bounds[shape]
         found = best_cuts(bounds.seconds, bounds.pipeline.count, self.starts, shape.stages, below_s)
         self.cuts[shape] = Cuts(max(found.seconds, self.cuts[shape].seconds), found.ends)
-        levels = [bounds.level(s, first, end) for s, (first, end) in enumerate(found.runs)]
-        self.levels[shape] = min(levels, default=FLUID)
+        self.levels[shape] = min((bounds.level(*run) for run in found.runs), default=FLUID)
 
     def improve(self, shape: Shape, most: int, below_s: float = inf) -> bool:
         """Lift the bounds of the shape's best cuts, and cut again; False: all are lifted.
 
         Cuts with a bound of at least `below_s` are of no use.
         """
-        bounds, cuts = self.bounds[shape], self.cuts[shape]
-        level = self.levels[shape]
+        bounds, level = self.bounds[shape], self.levels[shape]
         if level >= most:
             return False
-        if level < 0:
-            self._cut(shape, below_s)
-            return True
-        # The cheapest first, and of these that which decides.
-        runs = [(s, first, end) for s, (first, end) in enumerate(cuts.runs)]
-        of_level = [run for run in runs if bounds.level(*run) == level]
-        run = max(of_level, key=lambda run: bounds.seconds(*run))
-        bounds.lift(*run)
-        self.lifted += level + 1 == FLUID
+        if level >= 0:
+            # The cheapest first, and of these that which decides.
+            of_level = [run for run in self.cuts[shape].runs if bounds.level(*run) == level]
+            bounds.lift(*max(of_level, key=lambda run: bounds.seconds(*run)))
+            self.lifted += level + 1 == FLUID
         self._cut(shape, below_s)
         return True
 
@@ -221,8 +209,8 @@ class Search:
             if not is_open(shape):
                 continue
             found = self.planned[shape] = self.plan(shape)
-            if found and (best is None or found.step_seconds < best.step_seconds):
-                best, best_s = found, min(best_s, found.step_seconds)
+            if best := faster(best, found):
+                best_s = min(best_s, best.step_seconds)
         # What is left proves how far from the best the step may be.
         self.lifted = 0
         while self.lifted < MOST_LIFTED and not self.effort.spent():
@@ -243,7 +231,7 @@ class Search:
         if not cuts.ends:
             return inf
         pipeline, stages = bounds.pipeline, list[StageSeconds]()
-        for s, (first, end) in enumerate(cuts.runs):
+        for s, first, end in cuts.runs:
             around_s = pipeline.around_seconds(first, s)
             cycle_s = max(0.0, bounds.seconds(s, first, end) - around_s) / shape.micro_batches
             part = cycle_s / (3 * v)  # a backward takes about two forwards
@@ -266,9 +254,8 @@ class Search:
         best: Pipelined | None = None
         for _ in range(ROUNDS if pipeline.count <= FEW else 1):
             found = self._planned(shape, cuts)
-            if found and (best is None or found.step_seconds < best.step_seconds):
-                best = found
-            for s, (first, end) in enumerate(cuts.runs):
+            best = faster(best, found)
+            for s, first, end in cuts.runs:
                 known[s, first, end] = inf
                 if found:
                     taken = shape.micro_batches * found.stages[s].seconds.cycle_s
@@ -279,7 +266,7 @@ class Search:
                 self.starts,
                 shape.stages,
             )
-            if not after.ends or all((s, *run) in known for s, run in enumerate(after.runs)):
+            if not after.ends or all(run in known for run in after.runs):
                 break
             cuts = after
         return best
@@ -293,9 +280,9 @@ class Search:
                 return None  # a chunk without units
             problem = pipeline.problem(runs, s)
             dry = problem.changed(tiers={**problem.tiers, "disk": 0})
-            found = solve_problem(dry, self.question.budgets, effort=replace(self.effort))
+            found = solve_problem(dry, effort=replace(self.effort))
             if isinstance(found, Infeasible) and problem.tiers.get("disk"):
-                found = solve_problem(problem, self.question.budgets, effort=replace(self.effort))
+                found = solve_problem(problem, effort=replace(self.effort))
             if isinstance(found, Infeasible):
                 return None
             problem = problem.overlapping(found.plan.settings.overlap_steps)
@@ -341,10 +328,9 @@ def searched(question: StagesQuestion, effort: Effort) -> Search:
 
 
 def plan_stages(
-    question: StagesQuestion, *, effort: Effort | None = None, progress: Progress | None = None
+    question: StagesQuestion, *, effort: Effort, progress: Progress | None = None
 ) -> StagesAnswer:
     """The fastest step of `global_batch` sequences, by one stage and by several, and a bound."""
-    effort = effort or Effort()
     questions = [question]
     if ROUNDING in question.allow:
         settings = replace(question.settings, reductions="in every micro-batch")
@@ -367,8 +353,7 @@ def plan_stages(
         best: Pipelined | None = None
         for search in searches:
             found = search.run(stages, min(below_s, best.step_seconds if best else inf), tell)
-            if found and (best is None or found.step_seconds < best.step_seconds):
-                best = found
+            best = faster(best, found)
         return best
 
     single = fastest([1], inf)

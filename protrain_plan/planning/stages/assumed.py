@@ -81,7 +81,7 @@ CHANGES: dict[str, Callable[[Profile], Profile | None]] = {
 """Assumptions; None where a machine says nothing of it, or has that much."""
 
 
-def assumptions(question: StagesQuestion, effort: Effort | None = None) -> tuple[Assumed, ...]:
+def assumptions(question: StagesQuestion, effort: Effort) -> tuple[Assumed, ...]:
     """The bounds under every assumption that can be changed, the machine as it is first."""
     found: list[Assumed] = []
     for words, change in CHANGES.items():
@@ -89,7 +89,7 @@ def assumptions(question: StagesQuestion, effort: Effort | None = None) -> tuple
         profiles = {size: profile for size, profile in changed.items() if profile is not None}
         if not profiles:
             continue
-        search = searched(replace(question, profiles=profiles), effort or Effort())
+        search = searched(replace(question, profiles=profiles), effort)
         numbers = sorted({shape.stages for shape in search.cuts})
         single = _lane_bound(search, [1])
         several = _lane_bound(search, [number for number in numbers if number > 1])

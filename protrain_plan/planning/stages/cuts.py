@@ -69,9 +69,9 @@ class Cuts(NamedTuple):
     ends: Ends
 
     @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """The first unit of each stage, and the first one after it."""
-        return tuple(pairwise((0, *self.ends)))
+    def runs(self) -> list[tuple[int, int, int]]:
+        """The number of each stage, its first unit, and the first one after it."""
+        return [(s, *run) for s, run in enumerate(pairwise((0, *self.ends)))]
 
 
 def best_cuts(

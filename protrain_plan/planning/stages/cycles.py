@@ -16,6 +16,7 @@ one before, with p stages of which this is number s, M micro-batches, and h held
 F and B are seconds of a micro-batch, of other stages the least ones.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,15 +30,15 @@ import numpy as np
 from protrain_plan.planning.model.decision_model import LE
 from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.problem import SAFE, Problem
-from protrain_plan.planning.model.solver import solve
+from protrain_plan.planning.model.solver import relaxed
 from protrain_plan.planning.stages.cuts import handed_bytes
 from protrain_plan.planning.stages.shapes import Shape, hop_seconds, joined_for
 from protrain_plan.simulation.group import profile_of_rank
 from protrain_plan.simulation.rates import crossing
-from protrain_runtime.contract.program.effects import StateOption, standing_bytes
+from protrain_runtime.contract.program.effects import ActivationOption, standing_bytes
 from protrain_runtime.contract.program.memory import base_bytes
-from protrain_runtime.contract.program.program import COMPUTE, NETWORK, Channel, Lane
-from protrain_runtime.contract.records.plan import Budgets, DeviceGroup, StepSettings
+from protrain_runtime.contract.program.program import COMPUTE, NETWORK, Channel
+from protrain_runtime.contract.records.plan import Budgets, StepSettings
 from protrain_runtime.contract.records.profile import Profile, Unit
 
 WINDOWS = 8
@@ -54,13 +55,13 @@ Runs = tuple[tuple[int, int], ...]
 class Pipeline:
     """A profile of one device's batch, its machine, and an arrangement of devices.
 
-    `budgets` are one device's. `profile` is of the whole node's machine.
+    `budgets` are one device's. `profile` is of the whole node's machine, `settings` have all
+    devices.
     """
 
     profile: Profile
     budgets: Budgets
     settings: StepSettings
-    whole: DeviceGroup
     shape: Shape
     allow: tuple[str, ...] = ()
 
@@ -72,7 +73,7 @@ class Pipeline:
     @cached_property
     def of_device(self) -> Profile:
         """The profile with one device's part of the machine."""
-        profile = profile_of_rank(self.profile, self.whole)
+        profile = profile_of_rank(self.profile, self.settings.group)
         return replace(profile, hardware=joined_for(profile.hardware, self.shape))
 
     @cached_property
@@ -83,15 +84,16 @@ class Pipeline:
     @cached_property
     def hops(self) -> tuple[float, ...]:
         """Seconds from each stage to the next one, and from the last to the first."""
-        return hop_seconds(self.profile.hardware, self.whole, self.shape, max(self.handed))
+        whole, num_bytes = self.settings.group, max(self.handed)
+        return hop_seconds(self.profile.hardware, whole, self.shape, num_bytes)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
         """The node of each stage; none where every stage is in all of them."""
-        if self.shape.layout == "stages within nodes" or self.whole.num_nodes == 1:
+        whole, each = self.settings.group, self.shape.group.num_devices
+        if self.shape.layout == "stages within nodes" or whole.num_nodes == 1:
             return ()
-        each = self.shape.group.num_devices
-        return tuple(s * each // self.whole.in_node for s in range(self.shape.stages))
+        return tuple(s * each // whole.in_node for s in range(self.shape.stages))
 
     # Stages
 
@@ -193,7 +195,7 @@ class Pipeline:
         around = self.around_seconds(first, s) / fluid.second_unit
         fluid.row("with_others", [*seconds, *update, (step, -1.0)], LE, -around)
         fluid.minimise([(step, 1.0)])
-        answer = solve(fluid.pulp, integer=False)
+        answer = relaxed(fluid.pulp)
         if answer.status == "infeasible":
             return inf
         return fluid.lower_bound_seconds(answer.bound) if answer.status == "optimal" else 0.0
@@ -238,40 +240,35 @@ class Lanes:
         for name, value in (("output_flag", False), ("threads", 1), ("presolve", "off")):
             self._highs.setOptionValue(name, value)
         self.columns: list[int] = []  # the kind of each
-        rows: dict[object, list[tuple[int, float]]] = {}
+        rows = defaultdict[object, list[tuple[int, float]]](list)
         ones: list[list[int]] = []
         for kind in range(self.num_kinds):
             options = problem.options[kind + len(outer)]
-            for of_kind in (options.activations, options.states):
+            for of_kind in options.kinds:
                 ones.append([])
                 for option in of_kind:
                     column = len(self.columns)
                     self.columns.append(kind)
                     ones[-1].append(column)
                     for slot in slots:
-                        rows.setdefault(slot, []).append((column, standing_bytes(option, slot)))
+                        rows[slot].append((column, standing_bytes(option, slot)))
                     for tier, size in option.tier_bytes.items():
-                        rows.setdefault(tier, []).append((column, size))
-                    if isinstance(option, StateOption):
-                        work, moved = lanes.of_states(option), lanes.moved_states(option)
-                        # Lanes of states share their link; those of the device are counted so.
-                        shared = {} if option.decision.update_on_device else moved
-                    else:
-                        work, shared = lanes.of_activations(option, last=False), {}
-                        rows.setdefault(COMPUTE, []).append((column, work[COMPUTE]))
+                        rows[tier].append((column, size))
+                    work = lanes.of(option)
+                    if isinstance(option, ActivationOption):
+                        rows[COMPUTE].append((column, work[COMPUTE]))
                     for lane, taken in work.items():
-                        rows.setdefault(("lane", lane), []).append((column, taken))
+                        rows["lane", lane].append((column, taken))
                         if isinstance(lane, Channel):
-                            rows.setdefault(("channel", lane), []).append((column, taken))
-                    for lane, taken in shared.items():
-                        if isinstance(lane, Lane):
-                            rows.setdefault(("channel", lane.channel), []).append((column, taken))
+                            rows["channel", lane].append((column, taken))
+                    for channel, taken in lanes.streamed(option):
+                        rows["channel", channel].append((column, taken))
         count = len(self.columns)
         self._highs.addVars(count + 1, np.zeros(count + 1), np.full(count + 1, inf))
         self._highs.changeColCost(count, 1.0)
-        self._memory = [self._row(rows.get(slot, []), problem.device) for slot in slots]
+        self._memory = [self._row(rows[slot], problem.device) for slot in slots]
         for tier, limit in problem.tiers.items():
-            self._row(rows.get(tier, []), limit)
+            self._row(rows[tier], limit)
         seconds = {key: of for key, of in rows.items() if isinstance(key, tuple)}
         for (what, _), of_lane in seconds.items():
             if what == "lane":

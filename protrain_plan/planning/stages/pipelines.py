@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 
 from protrain_plan.planning.model.problem import Problem
 from protrain_plan.planning.questions.spending import tokens_in_step
@@ -37,7 +38,6 @@ class Pipelined:
 
     @property
     def shape(self) -> Shape:
-        """The arrangement of the devices."""
         return self.pipeline.shape
 
     @property
@@ -49,7 +49,6 @@ class Pipelined:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         workload, shape = self.pipeline.profile.workload, self.shape
         return tokens_in_step(workload, shape.group, shape.micro_batches)
 
@@ -70,7 +69,7 @@ class Pipelined:
         return PipelinePlan(
             schedule=self.shape.schedule,
             layout=self.shape.layout,
-            num_nodes=self.pipeline.whole.num_nodes,
+            num_nodes=self.pipeline.settings.group.num_nodes,
             stages=stages,
         )
 
@@ -100,8 +99,8 @@ class Pipelined:
 
 def pipeline_of(plan: Plan, profile: Profile, budgets: Budgets | None = None) -> Pipeline:
     """The arrangement of a plan with a pipeline, within its own budgets or other ones."""
-    budgets = budgets or plan.budgets
-    return Pipeline(profile, budgets, plan.settings, plan.whole, shape_of(plan), plan.allowed)
+    settings = replace(plan.settings, group=plan.whole)
+    return Pipeline(profile, budgets or plan.budgets, settings, shape_of(plan), plan.allowed)
 
 
 def problems_of(
@@ -152,18 +151,15 @@ def pipelined(pipeline: Pipeline, stages: Sequence[Stage]) -> Pipelined:
 
 def stage_seconds(middle: BoundProgram, last: BoundProgram, sizes: Sequence[int]) -> StageSeconds:
     """Seconds of a stage's chunks, from simulated middle micro-batches and the `last` one."""
+    chunks = list(pairwise(accumulate(sizes, initial=0)))
 
     def split(program: BoundProgram) -> tuple[tuple[float, ...], tuple[float, ...], float]:
         timeline = simulate(program)
         ends = [0.0, *(end for _, end in timeline.compute[: 2 * program.num_units])]
-        forward: list[float] = []
-        backward: list[float] = []
-        unit, slots = 0, 2 * program.num_units
-        for size in sizes:
-            forward.append(ends[unit + size] - ends[unit])
-            backward.append(ends[slots - unit] - ends[slots - unit - size])
-            unit += size
-        return tuple(forward), tuple(backward), max(0.0, timeline.step_seconds - ends[-1])
+        forward = tuple(ends[end] - ends[first] for first, end in chunks)
+        # Backward goes through the units from the last to the first.
+        backward = tuple(ends[-1 - first] - ends[-1 - end] for first, end in chunks)
+        return forward, backward, max(0.0, timeline.step_seconds - ends[-1])
 
     forward, backward, rest = split(middle)
     _, last_backward, update_s = split(last)

@@ -6,8 +6,9 @@ sequences  = shards * replicas * batch * micro-batches      of a step, each stag
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
-from protrain_runtime.contract.records.hardware import Collectives, Hardware
+from protrain_runtime.contract.records.hardware import Hardware
 from protrain_runtime.contract.records.plan import (
     ALONE,
     DeviceGroup,
@@ -36,7 +37,6 @@ class Shape:
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The order of forwards and backwards."""
         if self.chunks > 1:
             return "interleaved 1F1B"
         return "eager 1F1B" if self.eager else "1F1B"
@@ -107,25 +107,22 @@ def shapes(
         for layout, nodes in _places(whole, p):
             alone = ALONE if each == 1 else DeviceGroup(num_devices=each, num_nodes=nodes)
             # No replicas, one a node, or one a device: what is between was never best.
-            for count in sorted({1, alone.num_nodes, alone.num_devices}):
-                group = replace(alone, num_replicas=count)
-                for b in batches:
-                    if global_batch % (each * b):
-                        continue
-                    micro_batches = global_batch // (each * b)
-                    for v, eager in schedules:
-                        shape = Shape(
-                            stages=p,
-                            group=group,
-                            batch=b,
-                            micro_batches=micro_batches,
-                            chunks=v,
-                            eager=eager,
-                            layout=layout,
-                        )
-                        # A round of interleaved chunks has as many micro-batches as all others.
-                        if v == 1 or (micro_batches >= p and micro_batches % shape.in_round == 0):
-                            yield shape
+            counts = sorted({1, alone.num_nodes, alone.num_devices})
+            for count, b, (v, eager) in product(counts, batches, schedules):
+                micro_batches, rest = divmod(global_batch, each * b)
+                shape = Shape(
+                    stages=p,
+                    group=replace(alone, num_replicas=count),
+                    batch=b,
+                    micro_batches=micro_batches,
+                    chunks=v,
+                    eager=eager,
+                    layout=layout,
+                )
+                # A round of interleaved chunks has as many micro-batches as all others.
+                is_even = v == 1 or (micro_batches >= p and micro_batches % shape.in_round == 0)
+                if not rest and is_even:
+                    yield shape
 
 
 def _places(whole: DeviceGroup, p: int) -> Iterator[tuple[PipelineLayout, int]]:
@@ -168,9 +165,9 @@ def joined_for(hardware: Hardware, shape: Shape) -> Hardware:
     if joined is None or joined.inter_node is None or shape.layout == "stages across nodes":
         return hardware
     far = joined.inter_node
-    part = Collectives(
+    part = replace(
+        far,
         gather_bytes_per_s=far.gather_bytes_per_s / shape.stages,
         reduce_bytes_per_s=far.reduce_bytes_per_s / shape.stages,
-        latency_s=far.latency_s,
     )
     return replace(hardware, interconnect=replace(joined, inter_node=part))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from protrain_plan.checking.plan_files import opened, read_files
-from protrain_plan.planning.model.problem import misfit
+from protrain_plan.planning.model.problem import checked
 from protrain_plan.simulation.group import profile_for
 from protrain_plan.simulation.report import StepReport, report, stall_cause
 from protrain_plan.simulation.timeline import Span, Timeline, simulate
@@ -117,9 +117,8 @@ def read_step(
                 source=str(path),
                 fix="name the plan's own profile with --profile, or plan again",
             )
-    if (why := misfit(plan, profile)) is not None:
-        raise ProtrainError(why.problem, source=source, key=why.key, fix=why.fix)
     try:
+        checked(plan, profile)
         step = simulated(plan, profile, stage)
     except ProtrainError as error:
         raise ProtrainError(error.message, source=source, key=error.key, fix=error.fix) from None

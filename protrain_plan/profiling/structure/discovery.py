@@ -638,8 +638,7 @@ class _Repeated:
         if not here:
             return ""
         names = [path for path in times if path in here]
-        found = [names[run.start : run.stop] for run in runs(names, [None] * len(names))]
-        paths = [run[0] if len(run) == 1 else fold(run[0], run[-1]) for run in found]
+        paths = [fold(names[run[0]], names[run[-1]]) for run in runs(names)]
         least, most = min(times[name] for name in names), max(times[name] for name in names)
         often = f"{most}" if least == most else f"{least} to {most}"
         verb, subject = ("runs", "it is") if len(names) == 1 else ("run", "they are")

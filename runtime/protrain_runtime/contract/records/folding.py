@@ -19,9 +19,9 @@ MAX_RUN = 1_000
 """The longest run that is unfolded: a slip of the pen should not fill the memory."""
 
 
-def runs(names: Sequence[str], contents: Sequence[object]) -> Iterator[range]:
-    """The indices of the units in runs, each as long as possible, in order."""
-    start = 0
+def runs(names: Sequence[str], contents: Sequence[object] = ()) -> Iterator[range]:
+    """The indices of the units in runs of equal `contents`, each as long as possible, in order."""
+    contents, start = contents or [None] * len(names), 0
     for i in range(1, len(names) + 1):
         if (
             i == len(names)
@@ -34,7 +34,9 @@ def runs(names: Sequence[str], contents: Sequence[object]) -> Iterator[range]:
 
 
 def fold(first: str, last: str) -> str:
-    """The text for the run from unit `first` to unit `last`."""
+    """The text for the run from unit `first` to unit `last`; of one unit, its name."""
+    if first == last:
+        return first
     head, tail = _LAST_INTEGER.fullmatch(first), _LAST_INTEGER.fullmatch(last)
     assert head is not None and tail is not None
     return f"{head[1]}{head[2]}-{tail[2]}{head[3]}"
