@@ -68,12 +68,13 @@ def growth(before: Profile, after: Profile) -> tuple[UnitGrowth, ...]:
 
     A unit that is in only one profile counts with all its bytes.
     """
-
-    def sizes(profile: Profile) -> dict[str, tuple[int, int]]:
-        return {
+    old, new = (
+        {
             unit.name: (unit.model_state_bytes, unit.cost("keep").kept_bytes)
             for unit in profile.units
         }
+        for profile in (before, after)
+    )
 
     def grown(was: tuple[int, int] | None, now: tuple[int, int] | None) -> tuple[int, int]:
         (states, kept), (states_before, kept_before) = now or (0, 0), was or (0, 0)
@@ -81,7 +82,7 @@ def growth(before: Profile, after: Profile) -> tuple[UnitGrowth, ...]:
 
     return tuple(
         UnitGrowth(units=units, num_units=count, states_bytes=states, activation_bytes=kept)
-        for units, count, (states, kept) in _changes(sizes(before), sizes(after), grown)
+        for units, count, (states, kept) in _changes(old, new, grown)
         if states or kept
     )
 

@@ -21,7 +21,7 @@ from protrain_plan.checking.reviewed import leads_out, refuse_outside
 from protrain_plan.hardware.catalogue import load_hardware
 from protrain_plan.isolated.pool import processes_at_once
 from protrain_plan.isolated.process import EndedError, Limits, Tell, run, start_server
-from protrain_plan.isolated.user_frame import user_frame_of, words_of
+from protrain_plan.isolated.user_frame import lines_of, user_frame, words_of
 from protrain_plan.models.presets import parse_config, preset_names, read_config
 from protrain_plan.profiling.estimate_cache import EstimateCache, EstimateRequest
 from protrain_plan.profiling.tally import Tally
@@ -108,7 +108,7 @@ def said(error: BaseException) -> str:
     words = f"{type(error).__name__}: {words_of(error)}"
     if isinstance(error, SystemExit):
         words = f"its code exited: sys.exit({error.code!r})"
-    return " ".join(words.split())[:_MAX_REASON] + _at(*user_frame_of(error))
+    return " ".join(words.split())[:_MAX_REASON] + _at(*user_frame(lines_of(error)))
 
 
 def _at(source: str | None, line: int | None) -> str:

@@ -236,7 +236,8 @@ class _LaunchingClock:
         """Seconds of a step's forward and backward, and of the optimizer's part."""
         start = self._seconds()
         loss = model(self._tokens)
-        loss.register_hook(self._note_thread)
+        # Autograd calls the hook in the thread that runs backward on the device.
+        loss.register_hook(lambda _: self._threads.add(threading.get_ident()))
         loss.backward()
         passed = self._seconds()
         optimizer.step()
@@ -250,10 +251,6 @@ class _LaunchingClock:
         steps = [[self.step(*each) for each in trained] for _ in range(3 + _STEPS)][3:]
         parts = (zip(*each, strict=True) for each in zip(*steps, strict=True))
         return [(statistics.median(passes), statistics.median(rest)) for passes, rest in parts]
-
-    def _note_thread(self, _: torch.Tensor) -> None:
-        """Include the thread in which autograd calls this hook."""
-        self._threads.add(threading.get_ident())
 
     def _seconds(self) -> float:
         clocks = (time.pthread_getcpuclockid(thread) for thread in self._threads)

@@ -13,6 +13,7 @@ import timeit
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -79,11 +80,9 @@ def update_speeds(
     # Every n-th shape, of about as many in all; larger ones reduced.
     every = max(1, round(sum(shape.numel() for shape in shapes) / most))
     alike = [smaller(shape, most) for shape in shapes[::every]] or [torch.Size([most])]
-
-    def seconds(shapes: Sequence[torch.Size]) -> float:
-        return median_seconds(update_step(stepped, shapes, device=device))
-
-    taken, launching = seconds(alike), seconds([torch.Size([1])]) if beside else 0.0
+    taken, launching = median_seconds(update_step(stepped, alike, device=device)), 0.0
+    if beside:
+        launching = median_seconds(update_step(stepped, [torch.Size([1])], device=device))
     speed = sum(shape.numel() for shape in alike) / max(taken - launching, taken / 2**5)
     rules = UpdateRules(stepped.factory)
     if all(rules.of(stepped.stored, shape).reason for shape in alike):
@@ -103,10 +102,8 @@ def host_update_speed(stepped: Stepped, *, device: torch.device | str = "cpu") -
     num_parameters = _UPDATE_PARAMETERS * (_TIMES_BESIDE_ACCELERATOR if beside else 1)
     with closing(update_team(here, stepped)) as team:
         update = lane_update(stepped, team, num_parameters=num_parameters)
-
-        def seconds() -> float:
-            return in_worker(lambda: median_seconds(update), num_threads=team.inside)
-
+        measured = partial(median_seconds, update)
+        seconds = partial(in_worker, measured, num_threads=team.inside)
         if not beside:
             return num_parameters / seconds()
         link = PinnedLink(here, _COPY_BYTES)
@@ -384,11 +381,19 @@ def measure_rates(device: torch.device | str, *, dtype: DType) -> Rates:
             value = torch.mul(value, small)
         value.sum().backward()
 
+    # Two operands are read and one is written, in fresh memory, as results are. On a CPU the system
+    # clears every result's pages, which takes longer than the sum. A GPU's allocator caches them.
+    def addition(scale: int) -> Callable[[], object]:
+        count = scale * _SUM_BYTES // 4
+        left, right = (torch.ones(count, dtype=torch.float32, device=here) for _ in range(2))
+        return lambda: torch.add(left, right)
+
+    scale, work = grown(addition, here)
     return Rates(
         float32_flops_per_s=four_digits(_flops_per_s(torch.float32, here)),
         bfloat16_flops_per_s=four_digits(_flops_per_s(torch.bfloat16, here)),
         compute_efficiency=1.0,
-        memory_bytes_per_s=four_digits(_memory_bytes_per_s(here)),
+        memory_bytes_per_s=four_digits(3 * scale * _SUM_BYTES * _per_second(work, here)),
         memory_efficiency=1.0,
         operator_s=four_digits(1 / (_CALLS * _per_second(small_products, here))),
         host_parameters_per_s=four_digits(host_update_speed(Stepped(dtype), device=here)),
@@ -407,22 +412,6 @@ def _flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
 
     scale, work = grown(product, device)
     return 2 * (scale * _PRODUCT_WIDTH) ** 3 * _per_second(work, device)
-
-
-def _memory_bytes_per_s(device: torch.device) -> float:
-    """Two operands are read and one is written, in fresh memory, as results are.
-
-    On a CPU the system clears every result's pages, which takes longer than the sum. A GPU's
-    allocator caches them.
-    """
-
-    def addition(scale: int) -> Callable[[], object]:
-        count = scale * _SUM_BYTES // 4
-        left, right = (torch.ones(count, dtype=torch.float32, device=device) for _ in range(2))
-        return lambda: torch.add(left, right)
-
-    scale, work = grown(addition, device)
-    return 3 * scale * _SUM_BYTES * _per_second(work, device)
 
 
 def _per_second(work: Callable[[], object], device: torch.device) -> float:

@@ -154,21 +154,17 @@ def _followed(
             failed = OutOfMemoryError if kind == "out of memory" else ProtrainError
             raise failed(content.pop("message"), **content)
         if code is not None:
-            raise _death(code, name, dump)
+            if code >= 0:
+                raise EndedError(f"{name} ended with exit code {code}", code=code)
+            died = f"signal {-code}"
+            if -code in set(signal.Signals):
+                died = f"{signal.Signals(-code).name} ({str(signal.strsignal(-code)).lower()})"
+            raise EndedError(f"{name} died: {died}", user_frame_in(dump), code=code)
         if limits is not None and time.monotonic() - began > limits.seconds:
             _send(process, signal.SIGABRT)  # it tells where it is
             process.join(_GRACE_S)
             message = f"{name} did not finish within {limits.seconds:g} s"
             raise EndedError(message, user_frame_in(dump), limit="seconds")
-
-
-def _death(code: int, name: str, dump: Path) -> EndedError:
-    if code >= 0:
-        return EndedError(f"{name} ended with exit code {code}", code=code)
-    signal_name = f"signal {-code}"
-    if -code in set(signal.Signals):
-        signal_name = f"{signal.Signals(-code).name} ({str(signal.strsignal(-code)).lower()})"
-    return EndedError(f"{name} died: {signal_name}", user_frame_in(dump), code=code)
 
 
 def _send(process: BaseProcess, number: signal.Signals) -> None:

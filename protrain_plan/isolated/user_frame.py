@@ -36,7 +36,7 @@ def explained(
     except (ProtrainError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        lines = _lines_of(error)
+        lines = lines_of(error)
         ours = os.path.realpath(lines[0][0]).startswith(_OURS)
         said = words_of(error).strip()
         what = f"raised {type(error).__name__}" + (f": {said}" if said else "")
@@ -76,11 +76,6 @@ def words_of(error: BaseException) -> str:
         return f"its words raised {type(inner).__name__}"
 
 
-def user_frame_of(error: BaseException) -> Place:
-    """The `user_frame` that raised an error."""
-    return user_frame(_lines_of(error))
-
-
 def user_frame_in(dump: Path) -> Place:
     """The `user_frame` in a file with the stack that Python wrote after a signal."""
     text = dump.read_text(errors="replace")
@@ -88,7 +83,7 @@ def user_frame_in(dump: Path) -> Place:
     return user_frame((file, int(line)) for file, line in lines)
 
 
-def _lines_of(error: BaseException) -> list[Line]:
+def lines_of(error: BaseException) -> list[Line]:
     """Where an error was raised, innermost first."""
     found = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     return found[::-1]

@@ -16,7 +16,7 @@ from protrain_plan.presentation.terminal import Table, Text, fields_of, table_of
 from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records.folding import unfold
 from protrain_runtime.contract.records.hardware import KEPT_PROBE, Hardware, is_accelerator
-from protrain_runtime.contract.records.profile import HANDS_ON, Compilation, Profile, Unit
+from protrain_runtime.contract.records.profile import HANDS_ON, Compilation, Profile
 from protrain_runtime.contract.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def profile_json(profile: Profile) -> dict[str, Any]:
         **fields_of(profile.hardware.device, "context_bytes", "allocator_bytes"),
         "num_units": len(profile.units),
         "num_parameters": sum(unit.num_parameters for unit in profile.units),
-        "model_states_bytes": _states_bytes(profile.units),
+        "model_states_bytes": sum(unit.model_state_bytes for unit in profile.units),
         "activation_bytes": sum(cost.kept_bytes for cost in keep),
         "forward_seconds": sum(cost.forward_s for cost in keep),
         "backward_seconds": sum(cost.backward_s for cost in keep),
@@ -156,10 +156,6 @@ def unsteady(profile: Profile) -> str | None:
     return f"repetitions varied by {by}: the machine was busy; profile again on a quiet one"
 
 
-def _states_bytes(units: Sequence[Unit]) -> int:
-    return sum(unit.model_state_bytes for unit in units)
-
-
 def profile_text(profile: Profile, path: Path) -> RenderableType:
     """Return what `protrain profile` prints."""
     table = table_of("module", "params", "states", "kept", "input", "forward", "backward")
@@ -176,7 +172,7 @@ def profile_text(profile: Profile, path: Path) -> RenderableType:
         table.add_row(
             name,
             f"{unit.num_parameters / 1e6:.1f} M",
-            _short(_states_bytes([unit])),
+            _short(unit.model_state_bytes),
             _short(keep.kept_bytes),
             _short(forms["full"].kept_bytes) if "full" in forms else "",
             format_seconds(keep.forward_s),

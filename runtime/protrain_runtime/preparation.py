@@ -42,6 +42,7 @@ from protrain_runtime.devices.lanes import (
     Backend,
     off_workers,
     only_here,
+    overridden,
 )
 from protrain_runtime.devices.preflight import (
     check_room,
@@ -105,7 +106,7 @@ from protrain_runtime.states.quantized import (
 )
 from protrain_runtime.states.stand_ins import AwayParameter, come_back
 from protrain_runtime.states.stepping import OptimizerFactory, like, refuse_closures
-from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversions
+from protrain_runtime.states.unchanged_model import UnchangedModel, refuse_conversion
 from protrain_runtime.states.update_rules import UpdateRules
 from protrain_runtime.states.updates import UpdateTeam, spare_threads, updates_by_lines
 
@@ -505,7 +506,8 @@ def _attach(
     engine.boundaries = weakref.ref(boundaries)
     prepared.unchanged = UnchangedModel(model, chunks)
     engine.unchanged = weakref.ref(prepared.unchanged)
-    undo.append(refuse_conversions(model))
+    for module in model.modules():
+        undo.append(overridden(module, "_apply", partial(refuse_conversion, module)))
     undo.append(refuse_wrapping(model))
     undo.append(watch_zero_grad(model, engine.thread_guard))
     undo.append(boundaries.remove)

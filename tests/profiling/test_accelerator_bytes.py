@@ -83,7 +83,7 @@ def test_parameters_start_at_multiples_of_the_alignment_and_keep_their_values() 
         chunk.buffers[number] = torch.zeros(group.num_bytes, dtype=torch.uint8)
     for part, (_, parameter) in zip(chunk.slices, parameters, strict=True):
         assert part.inside % BLOCK == 0
-        view = part.view(chunk.buffers[part.group])
+        view = part.shaped(part.flat(chunk.buffers[part.group]))
         view.copy_(parameter.detach())
         assert torch.equal(view, parameter)
     default = make_chunk(0, parameters, (0,))

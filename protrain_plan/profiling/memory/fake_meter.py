@@ -223,7 +223,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
         # writes the part's gradient into new zeros. Under a dispatch mode it does neither: it makes
         # a new tensor. Here the result takes over the first operand's memory.
         in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        in_place = in_backward and (_adds_in_place(func, args) or _writes_into_zeros(func))
+        in_place = in_backward and _is_written_in_place(func, args)
         result = func(*args, **kwargs)
         if numbered is not None:
             self._product = numbered, weakref.ref(result)
@@ -271,13 +271,13 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
             self._product, token = None, _Token()
             metadata: Any = product.grad_fn.metadata  # mistyped as a method
             metadata[_Token] = token
-            weakref.finalize(token, self._drop_numbers, owner).atexit = False
+            weakref.finalize(token, self._drop, self._numbers, owner).atexit = False
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             node: Any = torch._C._current_autograd_node()
             running = -1 if node is None else int(node._sequence_nr())
             if running != self._node:
-                self._drop_numbers(self._node)
+                self._drop(self._numbers, self._node)
                 self._node = running
         if not (
             func in _SAVE_NUMBERS
@@ -292,8 +292,8 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
         self._live += NUMBER_BYTES
         return None if in_backward else made
 
-    def _drop_numbers(self, node: int) -> None:
-        self._live -= self._numbers.pop(node, 0)
+    def _drop(self, sizes: dict[int, int], key: int) -> None:
+        self._live -= sizes.pop(key, 0)
 
     def _count(self, args: object, kwargs: object, result: object) -> None:
         outputs = tensors_in(result)
@@ -307,10 +307,7 @@ class FakeMeter(NothingCompiled, TorchDispatchMode):
                 size = in_blocks(storage.nbytes(), self._allocator.block_bytes)
                 self._sizes[identity] = size
                 self._live += size
-                weakref.finalize(storage, self._release, identity).atexit = False
-
-    def _release(self, identity: int) -> None:
-        self._live -= self._sizes.pop(identity)
+                weakref.finalize(storage, self._drop, self._sizes, identity).atexit = False
 
     def _close(self) -> None:
         if self._label is not None:
@@ -341,20 +338,17 @@ def _owners(tensor: torch.Tensor) -> tuple[int, int]:
     return counted._use_count(), torch._C._storage_Use_Count(storage._cdata)
 
 
-def _adds_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+def _is_written_in_place(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a backward's operator writes into its first operand, with real tensors."""
+    if func in _WRITES:
+        node: Any = torch._C._current_autograd_node()
+        return node is not None and node.name().rstrip("0123456789") in _OF_PARTS
     return (
         func is aten.add.Tensor
         and isinstance(args[1], Tensor)
         and aten.is_non_overlapping_and_dense.default(args[0])
         and _owners(args[0]) == _sole_owner()
     )
-
-
-def _writes_into_zeros(func: Any) -> bool:
-    if func not in _WRITES:
-        return False
-    node: Any = torch._C._current_autograd_node()
-    return node is not None and node.name().rstrip("0123456789") in _OF_PARTS
 
 
 @cache

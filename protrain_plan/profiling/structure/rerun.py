@@ -107,12 +107,12 @@ def _tensor(tensor: torch.Tensor) -> _Held:
     return _Held(id(tensor), tensor, 0 if tensor.is_inference() else tensor._version)
 
 
+@dataclass(frozen=True, slots=True)
 class _Walk:
     """A walk through values: each object is described once, and the tensors met are `tensors`."""
 
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._objects: dict[int, object] = {}
+    tensors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    _objects: dict[int, object] = field(default_factory=dict[int, object])
 
     def described(self, value: object, depth: int = _DEEPEST) -> object:
         """The value in a form that `==` compares; modules hold their own."""

@@ -270,12 +270,11 @@ def _write(
         )
         folder = directory / names[0]
         written = on_each(ranks, lambda: _files(folder, prefix, values, shard_bytes), directory)
-
-        def commit_all() -> None:
-            if first:
-                commit(folder, _content(folder.name, written, training))
-
-        on_each(ranks, commit_all, directory)
+        on_each(
+            ranks,
+            lambda: commit(folder, _content(folder.name, written, training)) if first else None,
+            directory,
+        )
 
 
 def _files(folder: Path, prefix: str, values: Values, shard_bytes: int) -> _Written:

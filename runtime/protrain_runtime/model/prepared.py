@@ -237,11 +237,11 @@ def offloaded_parameters(prepared: "Prepared | None") -> dict[str, tuple[Chunk, 
     }
 
 
+@dataclass(frozen=True, slots=True)
 class DrawnValues:
     """A new model's values by parameter, on their way to their tiers; dropped after use."""
 
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        self._values = values
+    values: dict[str, torch.Tensor]
 
     def facts(self) -> str:
         """The same text on all ranks: all take rank 0's values."""
@@ -252,9 +252,9 @@ class DrawnValues:
         ranks, offloaded = prepared.ranks, offloaded_parameters(prepared)
         packed = {name: unpacked for _, name, unpacked in unpacked_values(model, offloaded)}
         for name, parameter in model.named_parameters():
-            if name not in self._values:
+            if name not in self.values:
                 continue
-            values = self._values.pop(name).to(parameter.device)
+            values = self.values.pop(name).to(parameter.device)
             if ranks is not None:
                 ranks.broadcast([values])
             if name in packed and values.is_floating_point():

@@ -85,10 +85,6 @@ class Slice:
         """The parameter's elements in storage order, in its group's buffer.  # dtype [numel]"""
         return buffer[self.inside : self.inside + self.num_bytes].view(self.dtype)
 
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter as the model sees it, in its group's buffer.  # dtype [shape]"""
-        return self.shaped(buffer[self.inside : self.inside + self.num_bytes])
-
     def shaped(self, own: torch.Tensor) -> torch.Tensor:
         """These bytes as the parameter, or a gradient of it, as the model sees it.  # [shape]"""
         return own.view(self.dtype).as_strided(self.shape, self.stride)
@@ -397,7 +393,19 @@ class Chunk:
             buffer, lasting = self.buffers[number], self.lasting.get(number)
             lasts = lasting is not None and buffer is lasting.buffer
             if not (lasts and number in self.viewing):
-                self._view(number, buffer, lasting.elements if lasting and lasts else {})
+                self.viewing.discard(number)
+                typed = lasting.elements if lasting and lasts else {}
+                # Usable by autograd, even in a forward without it.
+                with torch.inference_mode(mode=False):
+                    for part in self.groups[number].slices:
+                        come_back(part.parameter)
+                        size = part.dtype.itemsize
+                        if (elements := typed.get(part.dtype)) is None:
+                            elements = buffer[: buffer.numel() // size * size].view(part.dtype)
+                            typed[part.dtype] = elements
+                        place = part.inside // size
+                        part.parameter.data = elements.as_strided(part.shape, part.stride, place)
+                        self.versions[part.name] = part.parameter._version
             elif number in self.hollow:
                 come_back(*[parameter for parameter, _ in self.places[number]])
                 for part in self.groups[number].slices:
@@ -408,21 +416,6 @@ class Chunk:
                 self.viewing.add(number)
                 self.holders[number] = self._holders(number, lasting)
             self.hollow.discard(number)
-
-    def _view(
-        self, number: int, buffer: torch.Tensor, typed: dict[torch.dtype, torch.Tensor]
-    ) -> None:
-        self.viewing.discard(number)
-        with torch.inference_mode(mode=False):  # usable by autograd, even in a forward without it
-            for part in self.groups[number].slices:
-                come_back(part.parameter)
-                size = part.dtype.itemsize
-                if (elements := typed.get(part.dtype)) is None:
-                    elements = buffer[: buffer.numel() // size * size].view(part.dtype)
-                    typed[part.dtype] = elements
-                place = part.inside // size
-                part.parameter.data = elements.as_strided(part.shape, part.stride, place)
-                self.versions[part.name] = part.parameter._version
 
     def _holders(self, number: int, lasting: Lasting) -> int:
         """The holders of a reused buffer, other than saved tensors."""

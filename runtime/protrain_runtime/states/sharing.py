@@ -102,7 +102,7 @@ class Sharding:
                     own.current.offset + own.groups[part.group].offset + region.own, mine
                 )
                 ranks.all_gather(region.whole(buffer, ranks.num_shards), mine)
-            return part.view(buffer)
+            return part.shaped(part.flat(buffer))
         start, size = (count // part.dtype.itemsize for count in self.gradient_range(part.group))
         width = layout.dtype.itemsize
         whole = torch.empty(ranks.num_shards * size * width, dtype=torch.uint8, device=device)

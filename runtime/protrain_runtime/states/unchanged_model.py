@@ -5,14 +5,11 @@
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from protrain_runtime.devices.lanes import overridden
 from protrain_runtime.states.chunks import Chunk
 from protrain_runtime.states.stand_ins import plainly
 
@@ -21,17 +18,10 @@ _BY = ", by a script or by the model's own code, and the plan is for what there 
 """The author of the change is unknown."""
 
 
-def refuse_conversions(model: nn.Module) -> Callable[[], None]:
-    """Make `.to`, `.half` and the like raise if they would change a tensor; returns the undo."""
-    stack = ExitStack()
-    for module in model.modules():
-        stack.callback(overridden(module, "_apply", partial(_apply, module)))
-    return stack.close
-
-
-def _apply(
+def refuse_conversion(
     module: nn.Module, convert: Callable[[torch.Tensor], Any], recurse: bool = True
 ) -> nn.Module:
+    """The `_apply` of a module whose `.to`, `.half` and the like raise if they change a tensor."""
     tensors = (*module.parameters(recurse), *module.buffers(recurse))
     for dtype, device, dim in {(t.dtype, t.device, t.dim()) for t in tensors}:
         # Two elements per dimension: the memory format is unambiguous.

@@ -258,7 +258,7 @@ class UpdateRules:
             train = partial(Training, self.factory, self._attributes or {}, [self._groups[number]])
             block, least = known(type(self._example)).blocks(self._example)
             self._of_group[dtype, number] = _Trial(
-                train, dtype, (int(block), int(least)), compiled=self.compiled(dtype)
+                train, dtype, (int(block), int(least)), self.compiled(dtype)
             )
         return self._of_group[dtype, number]
 
@@ -292,6 +292,7 @@ class UpdateRules:
         return self._compiles
 
 
+@dataclass(frozen=True, slots=True)
 class _Trial:
     """Steps of an optimizer on one parameter of a dtype, in one group.
 
@@ -301,17 +302,14 @@ class _Trial:
     blocks.
     """
 
-    def __init__(
-        self,
-        train: Callable[..., Training],
-        dtype: torch.dtype,
-        blocks: tuple[int, int],
-        *,
-        compiled: bool,
-    ) -> None:
-        self._train, self._dtype, self._blocks, self._compiled = train, dtype, blocks, compiled
-        # By shape and cuts: the reason that steps on ranges differ, if they do.
-        self._known: dict[tuple[torch.Size, bool], str] = {}
+    train: Callable[..., Training]
+    dtype: torch.dtype
+    blocks: tuple[int, int]
+    compiled: bool
+    # By shape and cuts: the reason that steps on ranges differ, if they do.
+    known: dict[tuple[torch.Size, bool], str] = field(
+        default_factory=dict[tuple[torch.Size, bool], str]
+    )
 
     def rule(self, shape: torch.Size) -> UpdateRule:
         """The rule for a shape."""
@@ -321,9 +319,9 @@ class _Trial:
         reason = found.reason
         if any(block % state.per for state in found.states.values()):
             reason = "it keeps values of blocks that it does not declare"
-        cuts = not self._compiled or shape.numel() >= 2 * COMPILED_SPAN
+        cuts = not self.compiled or shape.numel() >= 2 * COMPILED_SPAN
         if not reason and (cuts or len(shape) > 1):  # else it is updated in its own shape
-            if self._compiled and len(shape) == 2 and self._kept(_ANY).states == found.states:
+            if self.compiled and len(shape) == 2 and self._kept(_ANY).states == found.states:
                 tried = _ANY
             reason = self._differs(tried, cuts=cuts)
             if reason and tried == shape and not self._differs(tried, cuts=False):
@@ -340,12 +338,12 @@ class _Trial:
                 reason=reason,
                 whole=tuple(number * size for number, size in sizes if number > 1),
             )
-        least = max(least, COMPILED_SPAN) if self._compiled else least
-        return replace(found, block=block, least=least, compiled=self._compiled)
+        least = max(least, COMPILED_SPAN) if self.compiled else least
+        return replace(found, block=block, least=least, compiled=self.compiled)
 
     def _blocks_for(self, shape: torch.Size) -> tuple[int, int]:
         """Elements of a block, and least of a range, for a shape."""
-        return self._blocks if shape.numel() >= self._blocks[1] else (1, 1)
+        return self.blocks if shape.numel() >= self.blocks[1] else (1, 1)
 
     def _kept(self, shape: torch.Size) -> UpdateRule:
         """The states of a parameter of this shape; with a reason if they have no order."""
@@ -392,16 +390,16 @@ class _Trial:
 
     def _differs(self, shape: torch.Size, *, cuts: bool) -> str:
         """The reason that steps on ranges give other bits than on the whole; empty: they do not."""
-        if (shape, cuts) in self._known:
-            return self._known[shape, cuts]
+        if (shape, cuts) in self.known:
+            return self.known[shape, cuts]
         count, (block, least) = shape.numel(), self._blocks_for(shape)
         first = _unit(block, least)
         last = (count - least) // first * first
         ends = sorted({0, first, last, count}) if cuts and last >= first else [0, count]
-        values = [values_of(shape, self._dtype)]
+        values = [values_of(shape, self.dtype)]
         pieces = [[ElementRange(0, *span)] for span in pairwise(ends)]
         try:
-            whole, parts = self._train(values), self._train(values, pieces=pieces)
+            whole, parts = self.train(values), self.train(values, pieces=pieces)
             for step in range(_FEW_STEPS):
                 for training in (whole, parts):
                     training.step(gradients_of(values, step))
@@ -415,7 +413,7 @@ class _Trial:
         except Exception as error:  # noqa: BLE001 (the user's class meets a flat parameter)
             of_step = error.__cause__ or error
             reason = f"of a range of it, {type(of_step).__name__}: {cut(str(of_step))}"
-        self._known[shape, cuts] = reason
+        self.known[shape, cuts] = reason
         return reason
 
     def _without_values(self, shape: torch.Size) -> list[tuple[int, int]] | None:
@@ -429,8 +427,8 @@ class _Trial:
             # Operator by operator, as in `_state`.
             eager = torch.compiler.set_stance("force_eager")
             with eager, FakeMode(), _Ones():  # type: ignore[no-untyped-call]
-                values = [torch.empty(shape, dtype=self._dtype)]
-                training = self._train(values)
+                values = [torch.empty(shape, dtype=self.dtype)]
+                training = self.train(values)
                 training.step(values)
                 return _sizes(training.states_of(0))
         except Exception:  # noqa: BLE001 (the user's class meets tensors without values)
@@ -438,10 +436,10 @@ class _Trial:
 
     def _state(self, shape: torch.Size) -> tuple[Mapping[str, Any], bool]:
         """The states that a step makes, and whether it draws; ProtrainError if it is refused."""
-        values = [values_of(shape, self._dtype)]
+        values = [values_of(shape, self.dtype)]
         try:
             with torch.compiler.set_stance("force_eager"):
-                training = self._train(values)
+                training = self.train(values)
                 training.step(gradients_of(values, 0))
         except ProtrainError:
             raise
