@@ -156,7 +156,7 @@ def lane_update(
 
 
 class PinnedLink:
-    """Copies between pinned host memory and a device, on streams; methods return when done."""
+    """Copies between pinned host memory and a device, on streams, which methods wait for."""
 
     def __init__(self, device: torch.device, num_bytes: int = 2**27) -> None:
         backend = Backend(device)
@@ -166,20 +166,24 @@ class PinnedLink:
         self._up, self._down = (torch.Stream(device=device) for _ in range(2))
         synchronize(device)  # the device's buffers were filled on the current stream
 
-    def read(self, num_bytes: int | None = None) -> None:
+    def read(self, num_bytes: int | None = None, *, waits: bool = True) -> None:
         """From the host to the device: all, or `num_bytes`."""
-        self._start_read(num_bytes)
-        self._up.synchronize()
+        with self._up:
+            self._up_device[:num_bytes].copy_(self._up_host[:num_bytes], non_blocking=True)
+        if waits:
+            self._up.synchronize()
 
-    def write(self) -> None:
+    def write(self, *, waits: bool = True) -> None:
         """From the device to the host."""
-        self._start_write()
-        self._down.synchronize()
+        with self._down:
+            self._down_host.copy_(self._down_device, non_blocking=True)
+        if waits:
+            self._down.synchronize()
 
     def both(self) -> None:
         """Both ways at once."""
-        self._start_read()
-        self._start_write()
+        self.read(waits=False)
+        self.write(waits=False)
         self._up.synchronize()
         self._down.synchronize()
 
@@ -195,14 +199,6 @@ class PinnedLink:
             # Both ways in the slower one's time: 1. One after the other: about 0.5.
             duplex=kept_fraction([max(read_s, write_s) / both_s], at_least=0.5),
         )
-
-    def _start_read(self, num_bytes: int | None = None) -> None:
-        with self._up:
-            self._up_device[:num_bytes].copy_(self._up_host[:num_bytes], non_blocking=True)
-
-    def _start_write(self) -> None:
-        with self._down:
-            self._down_host.copy_(self._down_device, non_blocking=True)
 
 
 def update_step(

@@ -17,13 +17,15 @@ _MAX_REASON = 500
 def imported(name: str) -> Callable[..., Any]:
     """The function or class at `package.module:name` or `file.py:name`; runs the user's code."""
     module_name, _, attribute = name.rpartition(":")
-    is_file = module_name.endswith(".py")
+    path, is_file = Path(module_name), module_name.endswith(".py")
     try:
+        if is_file and not path.is_file():
+            raise ImportError("no such file")
+        # A file imports its neighbours, like a script.
+        first = str(path.resolve().parent if is_file else Path.cwd())
+        if first not in sys.path:
+            sys.path.insert(0, first)
         if is_file:
-            path = Path(module_name)
-            if not path.is_file():
-                raise ImportError("no such file")
-            _search_first(path.resolve().parent)  # it imports its neighbours, like a script
             # Its own name: a script may be called like an installed package.
             spec = importlib.util.spec_from_file_location(f"factory in {path.stem}", path)
             assert spec is not None
@@ -32,7 +34,6 @@ def imported(name: str) -> Callable[..., Any]:
             sys.modules[spec.name] = module  # looked up by its classes
             spec.loader.exec_module(module)
         else:
-            _search_first(Path.cwd())
             module = importlib.import_module(module_name)
     except ImportError as error:
         raise ProtrainError(
@@ -66,8 +67,3 @@ def reason_of(error: Exception) -> str:
     """A package's refusal, in one line."""
     reason = " ".join(str(error).split()) or type(error).__name__
     return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
-
-
-def _search_first(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))

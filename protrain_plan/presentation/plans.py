@@ -272,8 +272,16 @@ def answer_text(
         return Group(infeasible_text(answer.infeasible), *map(Text, (*headroom, *more)))
     assert answer.solved is not None
     assert answer.report is not None
-    if answer.front:
-        return Group(_front_text(answer), *map(Text, headroom))
+    if answer.front:  # memory against time, with bars in proportion to the slowest step
+        table = table_of("device memory", "step", "gap", "")
+        slowest = max(point.solved.step_seconds for point in answer.front)
+        for point in answer.front:
+            solved = point.solved
+            cells = (_typed(point), format_seconds(solved.step_seconds), f"{solved.gap:.2%}")
+            length = max(1, round(30 * solved.step_seconds / slowest))
+            table.add_row(*cells, Text("█" * length, justify="left"))
+        said = "each line is a plan; --device-memory with a line's memory writes it"
+        return Group(table, "", *map(Text, (said, *headroom)))
     solved, plan = answer.solved, answer.solved.plan
     step_s, kept_s = plan.prediction.step_seconds, answer.kept_seconds
     waits, *sentences = report_in_words(answer.report, plan)
@@ -323,20 +331,6 @@ def point_text(point: "Point") -> str:
 def _typed(point: "Point") -> str:
     """A point's memory as an option has it, rounded up."""
     return f"{-(-point.device_bytes // 2**20)}MiB"
-
-
-def _front_text(answer: "Answer") -> RenderableType:
-    """A table of memory against time, with bars in proportion to the slowest step."""
-    table = table_of("device memory", "step", "gap", "")
-    slowest = max(point.solved.step_seconds for point in answer.front)
-    for point in answer.front:
-        solved = point.solved
-        cells = (_typed(point), format_seconds(solved.step_seconds), f"{solved.gap:.2%}")
-        length = max(1, round(30 * solved.step_seconds / slowest))
-        table.add_row(*cells, Text("█" * length, justify="left"))
-    return Group(
-        table, "", Text("each line is a plan; --device-memory with a line's memory writes it")
-    )
 
 
 ALLOCATED = (

@@ -316,13 +316,11 @@ def faking(kind: DeviceKind = "cpu") -> Iterator[FakeTensorMode]:
         stack.enter_context(replaced(log, "disabled", True))
         if importlib.util.find_spec("transformers") is not None:
             masking = importlib.import_module("transformers.masking_utils")
-            stack.enter_context(
-                replaced(
-                    masking,
-                    "is_tracing",
-                    lambda tensor=None: tensor is not None and known.value(tensor) is None,
-                )
-            )
+
+            def is_tracing(tensor: Tensor | None = None) -> bool:
+                return tensor is not None and known.value(tensor) is None
+
+            stack.enter_context(replaced(masking, "is_tracing", is_tracing))
         num_bytes = torch.get_rng_state().numel()
         stack.enter_context(
             replaced(torch, "get_rng_state", lambda: torch.empty(num_bytes, dtype=torch.uint8))

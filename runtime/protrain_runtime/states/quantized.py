@@ -64,12 +64,8 @@ def packed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if found is None:
         return
     for name, module in model.named_modules():
-        if isinstance(module, _kinds(found)):
+        if isinstance(module, found.nn.Linear4bit | found.nn.Linear8bitLt):
             yield name, module
-
-
-def _kinds(found: Any) -> tuple[type, ...]:
-    return found.nn.Linear4bit, found.nn.Linear8bitLt
 
 
 def of_eight_bits(layer: nn.Module) -> bool:
@@ -316,7 +312,8 @@ def leave_packed_weights() -> None:
 def _numbers_of(plain: Callable[..., Any], layer: Any) -> Any:
     """The numbers of a packed layer's weight; `plain` gives those of others."""
     found: Any = library()
-    own = scales_of(layer) if isinstance(layer, _kinds(found)) else {}
+    packed = isinstance(layer, found.nn.Linear4bit | found.nn.Linear8bitLt)
+    own = scales_of(layer) if packed else {}
     if own and of_eight_bits(layer):
         return found.functional.int8_vectorwise_dequant(layer.weight.data, *own.values())
     if own:
