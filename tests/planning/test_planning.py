@@ -179,7 +179,7 @@ def test_every_plan_is_a_valid_programme_within_its_budgets(seed: int, *, severa
     peak = 0
     for updating, times in ((True, 1), (False, micro_batches - 1)):
         program = problem.program(found.units, updating=updating)
-        assert nx.is_directed_acyclic_graph(waits_of(program))
+        assert nx.is_directed_acyclic_graph(nx.DiGraph(waits_of(program)))
         timeline = simulate(program)
         assert sum(stall.seconds for stall in timeline.stalls) == pytest.approx(timeline.stall_s)
         seconds += times * timeline.step_seconds

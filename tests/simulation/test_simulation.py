@@ -556,7 +556,7 @@ def test_moves_wait_only_for_moves_submitted_before(seed: int) -> None:
     submitted += program.last
     assert submitted == list(range(len(program.moves)))
     assert all(earlier < n for n, move in enumerate(program.moves) for earlier in move.after)
-    graph = waits_of(program)
+    graph = nx.DiGraph(waits_of(program)).reverse()
     assert nx.is_directed_acyclic_graph(graph)
     assert nx.has_path(graph, ("slot", 0), ("slot", len(program.slots)))
     assert set(graph) >= {("move", number) for number in range(len(program.moves))}
