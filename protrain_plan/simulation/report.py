@@ -78,9 +78,8 @@ def report(program: BoundProgram) -> StepReport:
     lanes: list[LaneReport] = []
     for lane, size in moved.items():
         spans = [span for span in timeline.spans if span.lane == lane]
-        busy = sum(span.end_s - span.start_s for span in spans)
         # A lane runs one thing at a time: only rounding can exceed the step.
-        busy = min(busy, timeline.step_seconds)
+        busy = min(sum(span.end_s - span.start_s for span in spans), timeline.step_seconds)
         lanes.append(
             LaneReport(
                 name=lane,

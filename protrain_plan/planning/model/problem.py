@@ -208,17 +208,15 @@ class LaneSeconds:
             computed: Work = {COMPUTE: self.times * cost.compute_s, UPDATES: first}
             if self.launches:
                 computed[LAUNCHES] = self.times * cost.launch_s
-            return (
-                computed | {lane: first for lane in self.lanes if isinstance(lane, Lane)} | seconds
-            )
-        update_s = option.update_s
+            computed |= {lane: first for lane in self.lanes if isinstance(lane, Lane)}
+            return computed | seconds
         seconds[NETWORK] += option.device_s
         if option.decision.update_on_device:
             # One direction of the link carries states and everything else.
             for lane in (Lane("read", "host"), Lane("write", "host")):
                 seconds[lane.channel] = seconds.get(lane.channel, 0.0) + seconds[lane]
-            return seconds | {COMPUTE: option.device_s + update_s}
-        return seconds | {COMPUTE: option.device_s, UPDATES: update_s}
+            return seconds | {COMPUTE: option.device_s + option.update_s}
+        return seconds | {COMPUTE: option.device_s, UPDATES: option.update_s}
 
     def streamed(self, option: Option) -> Iterator[tuple[Channel, float]]:
         """Seconds of states on a link beside slots' moves, unless `of` has them there."""

@@ -87,9 +87,9 @@ class Exchange(NamedTuple):
     into: int
     number: int
 
-    def times(self, layout: Layout, count: int) -> Layout:
-        """The layout with so many units moved."""
-        row = layout[self.group][self.kind].moved(self.option, self.into, count, before=False)
+    def times(self, layout: Layout, count: int, *, before: bool = False) -> Layout:
+        """The layout with so many units moved, adjacent if their option is new."""
+        row = layout[self.group][self.kind].moved(self.option, self.into, count, before=before)
         return _with_row(layout, self.group, self.kind, row)
 
 
@@ -123,12 +123,10 @@ def steps(
 ) -> Iterator[tuple[Layout, Exchange]]:
     """Layouts with 1, 2, 4, ... units of a class in another option."""
     for exchange in exchanges(layout, open_to):
-        group, kind, option, into, number = exchange
-        row = layout[group][kind]
-        new = not row.spread and all(one != into for one, _ in row.runs)
+        row = layout[exchange.group][exchange.kind]
+        new = not row.spread and all(one != exchange.into for one, _ in row.runs)
         count = 1
-        while count < 2 * number:
+        while count < 2 * exchange.number:
             for before in (False, True) if new else (False,):
-                moved = row.moved(option, into, min(count, number), before=before)
-                yield _with_row(layout, group, kind, moved), exchange
+                yield exchange.times(layout, min(count, exchange.number), before=before), exchange
             count *= 2

@@ -280,9 +280,9 @@ class Search:
                 return None  # a chunk without units
             problem = pipeline.problem(runs, s)
             dry = problem.changed(tiers={**problem.tiers, "disk": 0})
-            found = solve_problem(dry, effort=replace(self.effort))
+            found = solve_problem(dry, effort=self.effort)
             if isinstance(found, Infeasible) and problem.tiers.get("disk"):
-                found = solve_problem(problem, effort=replace(self.effort))
+                found = solve_problem(problem, effort=self.effort)
             if isinstance(found, Infeasible):
                 return None
             problem = problem.overlapping(found.plan.settings.overlap_steps)
