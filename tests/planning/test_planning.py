@@ -534,6 +534,13 @@ def test_front_falls_in_time_as_memory_grows() -> None:
         assert less.solved.plan.prediction.step_seconds > more.solved.plan.prediction.step_seconds
 
 
+def test_a_front_whose_time_is_over_at_once_is_one_plan() -> None:
+    profile = small(gpu())
+    asked = question(profile, within(profile, 10**11))
+    [point] = ask(asked, Objective(pareto_points=2), effort=Effort(time_limit_s=1e-9)).front
+    assert point.device_bytes <= 10**11
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("several", [False, True])
 def test_the_largest_batch_is_planned(several: bool) -> None:

@@ -167,12 +167,14 @@ def pareto(
     omitted. Each point is reported as found.
     """
     problem = problems[0]  # with the fewest replicas, which need least
+    besides = problem.profile.hardware.device.besides_bytes
     lean = min_memory(problem, stopped=effort.spent)
     if lean is None or lean.bytes > problem.device:
         found = solve_problem(problem, effort=effort)
-        assert isinstance(found, Infeasible)
-        return found
-    besides = problem.profile.hardware.device.besides_bytes
+        if isinstance(found, Infeasible):
+            return found
+        # The time was over before a choice was lean enough; that for a plan is a little longer.
+        return (Point(device_bytes=_needed(found) + besides, solved=found),)
     plain: Choice = ((0, 0),) * problem.count
     largest = max(lean.bytes, min(problem.device, max(problem.static_bytes(plain))))
     points: list[Point] = []
