@@ -56,18 +56,8 @@ def adapted(model: nn.Module, adapter: str, *, source: str) -> nn.Module:
                 fix="profile it on the device that it will run on",
             ) from error
     layers = [each for each in wrapped.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
-    for layer in layers if lora.dtype == "base" else ():
-        # Adapters on `meta` get their layer's dtype: PEFT leaves it unchanged. A packed layer's
-        # weights are bytes. A 4-bit one has a compute dtype; beside an 8-bit one PEFT leaves
-        # adapters unchanged everywhere. PEFT adapts experts in a single parameter by a layer that
-        # selects it.
-        base = layer.get_base_layer()
-        weight = layer.get_param() if hasattr(layer, "get_param") else base.weight
-        packed = not weight.is_floating_point()
-        dtype = getattr(base, "compute_dtype", None) if packed else weight.dtype
-        for _, parameter in _adapters_of(layer) if dtype is not None else ():
-            if parameter.is_meta:
-                parameter.data = parameter.data.to(dtype)
+    if lora.dtype == "base":
+        _settle_meta(layers)
     if lora.freeze == "A":  # the first products' matrices, as drawn
         for name, parameter in (each for layer in layers for each in _adapters_of(layer)):
             if name in ("lora_A", "lora_embedding_A"):
@@ -160,3 +150,20 @@ def _adapters_of(layer: Any) -> list[tuple[str, nn.Parameter]]:
     """PEFT's parameters in a layer, each with the attribute that holds it."""
     names = [name for name in layer.adapter_layer_names if hasattr(layer, name)]
     return [(name, each) for name in names for each in getattr(layer, name).parameters()]
+
+
+def _settle_meta(layers: list[Any]) -> None:
+    """Give adapters on `meta` their layer's dtype: PEFT leaves it unchanged."""
+    for layer in layers:
+        base = layer.get_base_layer()
+        # A packed layer's weights are bytes. A 4-bit one has a compute dtype; beside an 8-bit one
+        # PEFT leaves adapters unchanged everywhere. PEFT adapts experts in a single parameter by a
+        # layer that selects it.
+        weight = layer.get_param() if hasattr(layer, "get_param") else base.weight
+        packed = not weight.is_floating_point()
+        dtype = getattr(base, "compute_dtype", None) if packed else weight.dtype
+        if dtype is None:
+            continue
+        for _, parameter in _adapters_of(layer):
+            if parameter.is_meta:
+                parameter.data = parameter.data.to(dtype)

@@ -163,13 +163,17 @@ def in_words(report: StepReport, plan: Plan | None = None) -> list[str]:
 def stall_cause(stall: Stall, move: Move) -> str:
     """The cause of a wait, after "for"."""
     what = carried(move.kind)
-    if stall.reason == "fetch":
-        return f"{what} from {move.lane.tier or 'the other devices'}"
-    if stall.reason == "drain":
-        return f"{what} to be offloaded"
-    if move.kind == "update":
-        return "the last updates"
-    return f"the last {what}" + " to be offloaded" * (move.lane.direction == "spill")
+    match stall.reason:
+        case "fetch":
+            return f"{what} from {move.lane.tier or 'the other devices'}"
+        case "drain":
+            return f"{what} to be offloaded"
+        case "end":
+            if move.kind == "update":
+                return "the last updates"
+            return f"the last {what}" + " to be offloaded" * (move.lane.direction == "spill")
+        case _:
+            assert_never(stall.reason)
 
 
 def carried(kind: MoveKind) -> str:

@@ -17,7 +17,7 @@ from protrain_plan.planning.model.fluid import Fluid
 from protrain_plan.planning.model.options import Pin, parse_pin, pinned_options
 from protrain_plan.planning.model.problem import OVERLAPPING, Problem
 from protrain_plan.planning.outcome import Infeasible, Solved
-from protrain_plan.planning.questions.answers import Objective
+from protrain_plan.planning.questions.answers import Objective, Point
 from protrain_plan.planning.questions.disk import solve_sparing
 from protrain_plan.planning.questions.growth import in_proportion, largest_of
 from protrain_plan.planning.questions.objectives import ask
@@ -537,8 +537,10 @@ def test_front_falls_in_time_as_memory_grows() -> None:
 def test_a_front_whose_time_is_over_at_once_is_one_plan() -> None:
     profile = small(gpu())
     asked = question(profile, within(profile, 10**11))
-    [point] = ask(asked, Objective(pareto_points=2), effort=Effort(time_limit_s=1e-9)).front
+    late, found = Effort(time_limit_s=1e-9), list[Point]()
+    [point] = ask(asked, Objective(pareto_points=2), effort=late, report=found.append).front
     assert point.device_bytes <= 10**11
+    assert found == [point]
 
 
 @pytest.mark.nightly

@@ -174,7 +174,10 @@ def pareto(
         if isinstance(found, Infeasible):
             return found
         # The time was over before a choice was lean enough; that for a plan is a little longer.
-        return (Point(device_bytes=_needed(found) + besides, solved=found),)
+        point = Point(device_bytes=_needed(found) + besides, solved=found)
+        if report:
+            report(point)
+        return (point,)
     plain: Choice = ((0, 0),) * problem.count
     largest = max(lean.bytes, min(problem.device, max(problem.static_bytes(plain))))
     points: list[Point] = []

@@ -19,7 +19,7 @@ from protrain_runtime.contract.records.hardware import TierName
 from protrain_runtime.contract.records.plan import Activations, Placement, StateTier
 
 Fractions = Sequence[Sequence[Sequence[float]]]
-"""How much of each option the model takes, by unit and kind."""
+"""The fractions of options that the model takes, by unit, kind and option."""
 
 MAX_NODES = 300
 CERTAIN = 1e-4

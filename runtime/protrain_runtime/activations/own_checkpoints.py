@@ -45,7 +45,7 @@ class _Here(threading.local):
 
 _HERE = _Here()
 _OLD, _NEW = (f"_checkpoint_without_reentrant_generator{suffix}" for suffix in ("", "_impl"))
-_CALLED = _NEW if hasattr(pytorch, _NEW) else _OLD  # by `checkpoint`: the former since 2.14
+_CALLED = _NEW if hasattr(pytorch, _NEW) else _OLD  # by `checkpoint`: the new one since 2.14
 _GENERATOR: Callable[..., Any] = getattr(pytorch, _CALLED)
 _REENTRANT = pytorch.CheckpointFunction
 

@@ -393,19 +393,7 @@ class Chunk:
             buffer, lasting = self.buffers[number], self.lasting.get(number)
             lasts = lasting is not None and buffer is lasting.buffer
             if not (lasts and number in self.viewing):
-                self.viewing.discard(number)
-                typed = lasting.elements if lasting and lasts else {}
-                # Usable by autograd, even in a forward without it.
-                with torch.inference_mode(mode=False):
-                    for part in self.groups[number].slices:
-                        come_back(part.parameter)
-                        size = part.dtype.itemsize
-                        if (elements := typed.get(part.dtype)) is None:
-                            elements = buffer[: buffer.numel() // size * size].view(part.dtype)
-                            typed[part.dtype] = elements
-                        place = part.inside // size
-                        part.parameter.data = elements.as_strided(part.shape, part.stride, place)
-                        self.versions[part.name] = part.parameter._version
+                self._view(number, buffer, lasting.elements if lasting and lasts else {})
             elif number in self.hollow:
                 come_back(*[parameter for parameter, _ in self.places[number]])
                 for part in self.groups[number].slices:
@@ -416,6 +404,21 @@ class Chunk:
                 self.viewing.add(number)
                 self.holders[number] = self._holders(number, lasting)
             self.hollow.discard(number)
+
+    def _view(
+        self, number: int, buffer: torch.Tensor, typed: dict[torch.dtype, torch.Tensor]
+    ) -> None:
+        self.viewing.discard(number)
+        with torch.inference_mode(mode=False):  # usable by autograd, even in a forward without it
+            for part in self.groups[number].slices:
+                come_back(part.parameter)
+                size = part.dtype.itemsize
+                if (elements := typed.get(part.dtype)) is None:
+                    elements = buffer[: buffer.numel() // size * size].view(part.dtype)
+                    typed[part.dtype] = elements
+                place = part.inside // size
+                part.parameter.data = elements.as_strided(part.shape, part.stride, place)
+                self.versions[part.name] = part.parameter._version
 
     def _holders(self, number: int, lasting: Lasting) -> int:
         """The holders of a reused buffer, other than saved tensors."""

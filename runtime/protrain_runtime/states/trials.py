@@ -396,18 +396,21 @@ def trying(kind: type) -> Iterator[None]:
             yield
         finally:
             now = _outside(kind)
-            for (place, name), value in before.items():
-                if is_equal(now.get((place, name)), value):
-                    continue
-                # In place: code may hold other references to the object.
-                own = vars(place).get(name)
-                if isinstance(own, torch.Tensor):
-                    with torch.no_grad():
-                        own.copy_(value)
-                elif isinstance(own, list):
-                    own[:] = value
-                elif isinstance(own, dict):
-                    own.clear()
-                    own.update(value)
-                else:
-                    setattr(place, name, value)
+            for place, value in before.items():
+                if not is_equal(now.get(place), value):
+                    _put_back(*place, value)
+
+
+def _put_back(place: Any, name: str, value: Any) -> None:
+    """Restore an attribute in place: code may hold other references to the object."""
+    own = vars(place).get(name)
+    if isinstance(own, torch.Tensor):
+        with torch.no_grad():
+            own.copy_(value)
+    elif isinstance(own, list):
+        own[:] = value
+    elif isinstance(own, dict):
+        own.clear()
+        own.update(value)
+    else:
+        setattr(place, name, value)
