@@ -104,6 +104,16 @@ def test_experts_in_layers_are_one_line() -> None:
     )
 
 
+def test_a_line_stands_for_no_more_names_than_a_reader_unfolds() -> None:
+    with torch.device("meta"):
+        experts = nn.ModuleList(
+            nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(128)) for _ in range(9)
+        )
+    lines = model_tensors(experts)
+    assert [line.partition(" ")[0] for line in lines] == ["0-6.0-127.weight", "7-8.0-127.weight"]
+    assert model_changes(lines, experts, ()) == []
+
+
 def test_lines_that_somebody_edited_do_not_fill_the_memory() -> None:
     model = nn.Linear(1, 1)
     lines = ["layers.0-999999999.weight 1x1 float32 trainable", "0-99999.0-99999.bias 1", "", "x"]

@@ -21,7 +21,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.program.requirements import check_step, refuse_pipeline
 from protrain_runtime.contract.records.decisions import activations_text
-from protrain_runtime.contract.records.folding import fold, runs, unfolded
+from protrain_runtime.contract.records.folding import MAX_RUN, fold, runs, unfolded
 from protrain_runtime.contract.records.forms import FORMS, PLAN_AGAIN, misfit
 from protrain_runtime.contract.records.hardware import is_accelerator
 from protrain_runtime.contract.records.plan import (
@@ -345,7 +345,8 @@ def model_tensors(model: nn.Module) -> tuple[str, ...]:
         entries = []
         for group in groups.values():
             numbers = [parts[place] if place < len(parts) else "" for parts, _ in group]
-            for run in runs(numbers, [None] * len(numbers)):
+            each = len(unfolded([".".join(group[0][0])]))  # names by counts in later places
+            for run in runs(numbers, most=MAX_RUN // each):
                 parts, content = group[run[0]]
                 if len(run) > 1:
                     count = f"{numbers[run[0]]}-{numbers[run[-1]]}"

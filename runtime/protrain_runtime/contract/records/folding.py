@@ -16,10 +16,12 @@ _RUN = re.compile(r"((?:.*[^0-9])?)(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})([^0-9
 _PART = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 
 MAX_RUN = 1_000
-"""The longest run that is unfolded: a slip of the pen should not fill the memory."""
+"""Names that an entry may stand for: a slip of the pen should not fill the memory."""
 
 
-def runs(names: Sequence[str], contents: Sequence[object] = ()) -> Iterator[range]:
+def runs(
+    names: Sequence[str], contents: Sequence[object] = (), *, most: int = MAX_RUN
+) -> Iterator[range]:
     """The indices of the units in runs of equal `contents`, each as long as possible, in order."""
     contents, start = contents or [None] * len(names), 0
     for i in range(1, len(names) + 1):
@@ -27,7 +29,7 @@ def runs(names: Sequence[str], contents: Sequence[object] = ()) -> Iterator[rang
             i == len(names)
             or contents[i] != contents[i - 1]
             or names[i] != _successor(names[i - 1])
-            or i - start == MAX_RUN
+            or i - start == most
         ):
             yield range(start, i)
             start = i
