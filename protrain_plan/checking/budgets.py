@@ -29,10 +29,9 @@ from protrain_plan.checking.reviewed import refuse_outside
 from protrain_runtime.contract.errors import ProtrainError, RecordError, cut
 from protrain_runtime.contract.records.files import read_text
 from protrain_runtime.contract.records.forms import FORMS, opt_ins_of
-from protrain_runtime.contract.records.json_toml import parsed_toml
 from protrain_runtime.contract.records.limits import MAX_LIST, MAX_TEXT, Bytes, StepSeconds
 from protrain_runtime.contract.records.schema import SIZE
-from protrain_runtime.contract.records.tree import Document, parsed
+from protrain_runtime.contract.records.tree import Document, parsed, parsed_toml
 from protrain_runtime.contract.records.words import as_seen, did_you_mean
 from protrain_runtime.contract.units import typed_bytes
 

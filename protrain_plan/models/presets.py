@@ -13,7 +13,7 @@ from typing import Any
 
 from protrain_runtime.contract.errors import ProtrainError
 from protrain_runtime.contract.records.files import read_text
-from protrain_runtime.contract.records.json_toml import parsed_json
+from protrain_runtime.contract.records.tree import parsed_json
 
 JsonObject = dict[str, object]
 

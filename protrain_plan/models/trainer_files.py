@@ -22,8 +22,7 @@ from protrain_plan.models.presets import preset_names, preset_of, read_config
 from protrain_runtime.contract.errors import ProtrainError, cut
 from protrain_runtime.contract.records.adapters import ALL_LINEAR, Lora
 from protrain_runtime.contract.records.files import read_text
-from protrain_runtime.contract.records.json_toml import parsed_json
-from protrain_runtime.contract.records.tree import Document, Odd, key_of, parsed
+from protrain_runtime.contract.records.tree import Document, Odd, key_of, parsed, parsed_json
 from protrain_runtime.contract.records.words import listed
 
 _TABLES: dict[str, Any] = yaml.load(

@@ -44,7 +44,8 @@ def solved_json(solved: "Solved") -> dict[str, Any]:
 
 def other_steps(plan: Plan) -> list[str]:
     """A sentence about clipped steps, if these take another time."""
-    seconds, share = plan.prediction.clipped_step_seconds, f"{plan.clipped_percent:.3g} %"
+    seconds = plan.prediction.clipped_step_seconds
+    share = f"{100 * plan.settings.clip_share:.3g} %"
     words = f"a clipped step takes {format_seconds(seconds)}, as {share} of all are assumed to be"
     return [words] if seconds else []
 

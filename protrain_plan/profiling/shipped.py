@@ -15,7 +15,7 @@ from protrain_plan.cache import installed
 from protrain_plan.models.presets import preset_names
 from protrain_plan.profiling.estimate_cache import EstimateRequest
 from protrain_plan.profiling.tally import Tally, read_tally
-from protrain_runtime.contract.records.json_toml import parsed_json
+from protrain_runtime.contract.records.tree import parsed_json
 
 
 def shipped(question: EstimateRequest) -> Tally | None:

@@ -22,9 +22,8 @@ from protrain_runtime.contract.errors import RecordError, cut
 from protrain_runtime.contract.program.program import Program
 from protrain_runtime.contract.records import fingerprint
 from protrain_runtime.contract.records.files import read_text, replace_text
-from protrain_runtime.contract.records.json_toml import parsed_json
 from protrain_runtime.contract.records.plan import Plan
-from protrain_runtime.contract.records.tree import Document
+from protrain_runtime.contract.records.tree import Document, parsed_json
 
 KIND, VERSION = "recording", 1
 MAX_FILE_BYTES = 64 * 2**20

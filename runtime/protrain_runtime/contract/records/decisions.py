@@ -52,7 +52,6 @@ _MANY = {"s": "", "their": "their", "inputs": "inputs"}
 _TIERS: tuple[TierName, ...] = get_args(TierName)
 SPECULATIVELY = " speculatively"
 """The end of phrases of placements whose updates run ahead of the norm."""
-_OTHER_FORMS = tuple(form for form in FORMS if form not in ("keep", "full"))
 
 
 def _activations(forms: tuple[Form, ...]) -> Iterator[Wording[Activations]]:
@@ -150,7 +149,7 @@ def _placements() -> Iterator[Wording[Placement]]:
         yield Wording(decision, phrase, letters[gathered], does, doing)
 
 
-_ACTIVATIONS = tuple(_activations(("keep", "full", *_OTHER_FORMS)))
+_ACTIVATIONS = tuple(_activations(tuple(dict.fromkeys(("keep", "full", *FORMS)))))
 _PLACEMENTS = tuple(_placements())
 _ALL: tuple[Wording[Decision], ...] = (*_ACTIVATIONS, *_PLACEMENTS)
 WORDINGS = {wording.decision: wording for wording in _ALL}

@@ -205,7 +205,7 @@ class Prediction:
     `first_step_seconds` those of a step by itself, until its last update has ended.
 
     Where updates are speculative, `step_seconds` are the mean of clipped steps and others, by
-    `Plan.clipped_percent`, and `clipped_step_seconds` those of a step that is clipped.
+    `StepSettings.clip_share`, and `clipped_step_seconds` those of a step that is clipped.
     """
 
     step_seconds: limits.StepSeconds
@@ -482,11 +482,6 @@ class Plan:
         """The same plan, with its exactness and its opt-ins."""
         graded, (_, allowed) = self.graded, self.opt_in
         return replace(self, exact=graded == "bitwise", exactness=graded, allowed=allowed)
-
-    @property
-    def clipped_percent(self) -> float:
-        """Percent of all steps whose gradients are taken to be clipped."""
-        return 100 * self.settings.clip_share
 
     @property
     def gap(self) -> float:

@@ -11,7 +11,6 @@ from protrain_runtime.contract.errors import RecordError, cut
 from protrain_runtime.contract.records.decisions import ACTIVATIONS
 from protrain_runtime.contract.records.folding import MAX_RUN, run_length, unfold
 from protrain_runtime.contract.records.forms import PLAN_AGAIN, misfit
-from protrain_runtime.contract.records.json_toml import parsed_json
 from protrain_runtime.contract.records.limits import (
     IS_JSON,
     IS_LINES,
@@ -32,7 +31,7 @@ from protrain_runtime.contract.records.schema import (
     hints,
     mark_of,
 )
-from protrain_runtime.contract.records.tree import Document, Path, meant, parsed
+from protrain_runtime.contract.records.tree import Document, Path, meant, parsed, parsed_json
 from protrain_runtime.contract.records.words import did_you_mean, listed, refused_character, unseen
 from protrain_runtime.contract.units import parse_bytes
 

@@ -1,13 +1,17 @@
 """YAML text -> plain values, read strictly: nothing is guessed, and errors name file, line and key.
 
+JSON and TOML are read within limits, too: no input takes long.
+
 YAML 1.1 takes `12:30` for an integer, `no` for false and `1e9` for a text, and PyYAML the second of
 two equal keys. Here numbers are decimal, and what other programs read as something else is `Odd`,
 which no field takes.
 """
 
+import json
 import math
 import operator
 import re
+import tomllib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,6 +43,8 @@ MAX_DEPTH = 20
 """Lists and mappings in one another; those of a record are seven at most."""
 _MOST_DEPTH, _MAX_DIRECTIVES, _OF_A_DOCUMENT = 100, 10, 10
 """The most nodes of anybody's file; a document counts as so many."""
+_MAX_JSON, _MAX_TOML, _MAX_DOTS = 1_000_000, 20_000, 10_000
+"""Keys and values of a JSON text and of a TOML text, and dots of the latter."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # an eighth of the time
 
 _BREAKS = "\t\n"
@@ -311,6 +317,58 @@ def _line_at(text: str, path: Path) -> int | None:
             break
         node = inner[0]
     return node.start_mark.line + 1
+
+
+# --- JSON and TOML --------------------------------------------------------------------------------
+
+
+def parsed_json(
+    text: str | bytes, source: str | None, *, most: int = _MAX_JSON, **hooks: Any
+) -> Any:
+    """Parse a JSON text of at most so many keys and values; RecordError where it is none."""
+    line: int | None = None
+    try:
+        if isinstance(text, bytes):
+            text = text.decode()
+        if sum(map(text.count, ",[{:")) > most:
+            raise ValueError(f"more than {most} keys and values")
+        return json.loads(text, **hooks)
+    except UnicodeDecodeError:
+        problem = "not UTF-8 text"
+    except json.JSONDecodeError as error:
+        problem, line = error.msg, error.lineno
+    except (RecursionError, ValueError) as error:
+        problem = _unreadable(error)
+    raise RecordError(f"not readable as JSON: {problem}", source=source, line=line) from None
+
+
+def parsed_toml(text: str, source: str) -> dict[str, Any]:
+    """Parse a TOML text, not nested deeply, of few dots; RecordError where it is none."""
+    try:
+        if text.count(".") > _MAX_DOTS:  # a key of n parts takes tomllib n ** 2
+            raise ValueError(f"more than {_MAX_DOTS} dots")
+        inner: list[Any] = [found := tomllib.loads(text)]
+        count = depth = 0
+        while inner:
+            values = (one.values() if isinstance(one, dict) else one for one in inner)
+            level = [value for some in values for value in some]
+            inner = [value for value in level if isinstance(value, dict | list)]
+            count, depth = count + len(level), depth + 1
+            if count > _MAX_TOML or depth > MAX_DEPTH:
+                raise ValueError(
+                    f"more than {_MAX_TOML} values, or nested more than {MAX_DEPTH} deep"
+                )
+        return found
+    except (RecursionError, ValueError) as error:
+        problem = _unreadable(error)
+    raise RecordError(f"not readable as TOML: {problem}", source=source)
+
+
+def _unreadable(error: Exception) -> str:
+    """Say what a parser of Python's library found wrong."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a number is too long" if "integer string conversion" in str(error) else str(error)
 
 
 # --- what msgspec refuses -------------------------------------------------------------------------
