@@ -63,7 +63,6 @@ from protrain_runtime.diagnostics.matching import (
     check_offloaded,
     check_states,
     check_stepped,
-    keeps_everything,
     model_fingerprint,
     refuse_larger_batches,
     rules_of,
@@ -167,7 +166,8 @@ def prepare(
         modules = check_model(model, plan)
         check_kernels(plan)
         check_devices(model, plan, process_group, copies=check == "bitwise")
-        keeps = keeps_everything(plan)  # plain PyTorch itself: nothing to attach or check
+        # Plain PyTorch itself: nothing to attach or check.
+        keeps = plan.group.num_devices == 1 and plan.keeps_everything
         undo.append(_compile_as_planned(model, plan, None if keeps else modules))
         copies = check == "bitwise" and not keeps
         backends = backends_for_copy(model) if copies else {}

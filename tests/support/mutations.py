@@ -319,10 +319,10 @@ runtime/protrain_runtime/devices/stores.py::_Passage.up
 = the next read overwrites what the device still copies
 - event.synchronize()
 @ through_the_passage
-runtime/protrain_runtime/engine/moves.py::Moves._swap_in
+runtime/protrain_runtime/engine/moves.py::Moves.start
 = what nobody waits for any more is freed under the copy to it
-- storages = self._arriving[number] = list
-+ storages = list
+- self._arriving[number] = storages
++ pass
 @ aside_with_late_lanes
 runtime/protrain_runtime/devices/lanes.py::ThreadLane.submit
 = a thread's copies are ordered behind the default stream alone

@@ -28,7 +28,7 @@ from protrain_runtime.contract.records.forms import FORMS
 from protrain_runtime.contract.records.profile import Form
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import MemoryMeter, Segment, device_of
-from protrain_runtime.engine.boundaries import Boundaries, in_backward
+from protrain_runtime.engine.boundaries import Boundaries, Listener, in_backward
 
 OnSlot = Callable[[int, Sequence[torch.Tensor]], None]
 SAMPLED_S = 2.0
@@ -41,7 +41,7 @@ MeterFactory = Callable[[], MemoryMeter | FakeMeter]
 
 
 @dataclass
-class SlotWatch:
+class SlotWatch(Listener):
     """A listener to boundaries that calls `on_slot` once per slot, in order, and no more.
 
     It tells where measuring is, too, unless the step is `timed`.
@@ -84,11 +84,7 @@ class SlotWatch:
     def end_forward(self) -> None:
         self._around.close()
 
-    def _ignore(self) -> None:
-        pass
-
     abort = end_forward
-    begin_between = backward_failed = _ignore
 
 
 @contextmanager

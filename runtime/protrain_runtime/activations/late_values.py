@@ -3,21 +3,33 @@
 A form of the last part may return a tensor with its shape and place in the graph, but without
 values (`LateValues`). Casts, views and questions of geometry keep it late; other code needs values,
 which its source computes.
+
+Logits may be scaled and capped before the loss: Granite divides them by a number, Cohere multiplies
+them by one, and Gemma 2 computes c tanh(x / c). Such element-wise maps, and their gradients, run
+tile by tile.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self, assert_never
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from protrain_runtime.activations.logit_maps import WIDEN, Map, map_of
 from protrain_runtime.activations.trees import is_value, leaves_in
 
 Place = Callable[[Tensor], Tensor]
 """Makes a view, a cast or a map of the whole tensor."""
+
+
+class Map(NamedTuple):
+    """x times a number, x over a number, tanh(x), or x in float32."""
+
+    kind: Literal["times", "over", "tanh", "widen"]
+    number: float = 1.0
+
+
+WIDEN = Map("widen")
 
 
 class UsedTwiceError(RuntimeError):
@@ -121,7 +133,12 @@ class LateValues(torch.Tensor):
         moves = func is Tensor.to and not kwargs and len(args) == 2  # `.to(labels.device)`
         if moves and isinstance(args[1], torch.device) and args[1] == self.device:
             return self
-        before, change = self.place, partial(_applied, func, args[1:], kwargs)
+        before = self.place
+
+        def change(tensor: Tensor) -> Tensor:
+            found: Tensor = func(tensor, *args[1:], **kwargs)
+            return found
+
         near, shape, dtype, maps = self.near, self.shape, self.dtype, self.maps
         own = WIDEN if widens else map_of(func, args, kwargs)
         if own is not None:
@@ -202,12 +219,6 @@ def with_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return source.used(use)
 
 
-def _applied(
-    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], whole: Tensor
-) -> Tensor:
-    return func(whole, *args, **kwargs)
-
-
 def is_cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function is only a cast to float32."""
     if func is Tensor.float:
@@ -260,3 +271,54 @@ def is_view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     return func in VIEWS and not any(
         isinstance(given, torch.dtype) for given in (*args, *kwargs.values())
     )
+
+
+# --- maps of logits -------------------------------------------------------------------------------
+
+
+def map_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Map | None:
+    """The map that a function applies to its first argument; None for other functions."""
+    if kwargs:
+        return None
+    if func in (torch.tanh, Tensor.tanh):
+        return Map("tanh") if len(args) == 1 else None
+    if len(args) != 2 or type(args[1]) not in (int, float):
+        return None
+    if func in (torch.mul, Tensor.mul):
+        return Map("times", args[1])
+    return Map("over", args[1]) if func in (torch.div, Tensor.div) else None
+
+
+def map_in_place(values: Tensor, maps: Sequence[Map]) -> tuple[Tensor, list[Tensor]]:
+    """The mapped values, written over the given ones, and each tanh's result, in order."""
+    capped = []
+    for one in maps:
+        match one.kind:
+            case "times":
+                values.mul_(one.number)
+            case "over":
+                values.div_(one.number)
+            case "tanh":
+                capped.append(values.tanh_())
+                values = values.clone()
+            case "widen":
+                values = values.float()
+            case _:
+                assert_never(one.kind)
+    return values, capped
+
+
+def map_back_in_place(gradient: Tensor, maps: Sequence[Map], capped: list[Tensor]) -> None:
+    """Turn the gradient of mapped values into the values' own, consuming `capped` tanhs."""
+    for one in reversed(maps):
+        match one.kind:
+            case "times":
+                gradient.mul_(one.number)
+            case "over":
+                gradient.div_(one.number)
+            case "tanh":
+                gradient.mul_(capped.pop().float().square_().neg_().add_(1))
+            case "widen":
+                pass
+            case _:
+                assert_never(one.kind)

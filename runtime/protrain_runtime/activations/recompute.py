@@ -17,7 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 
+from protrain_runtime.activations.compiled import CompiledBlock
 from protrain_runtime.activations.forms import Code
 from protrain_runtime.activations.trees import taken_apart
 from protrain_runtime.activations.twice import run_twice
@@ -42,6 +44,33 @@ _CONTAINERS = (list, tuple, set, frozenset)
 def full(forward: Code, module: nn.Module) -> Code:
     """The executor of the form `full`: keeps the inputs and reruns the whole forward."""
     return recomputed(forward, module, run_twice)
+
+
+def fused(forward: Code, module: nn.Module) -> Code:
+    """The executor of the form `fused` of a compiled block: its recomputation is compiled with it.
+
+    In `full` a compiled block's code runs twice, unchanged: training has the compiled model's bits.
+    Here `torch.utils.checkpoint` surrounds the block's plain code, and both are compiled: the
+    backward graph recomputes only what it needs (not the last product of an MLP) and fuses it with
+    the rest. Its kernels, and perhaps their rounding, differ from the compiled block's.
+
+    Falls back to `full` for blocks compiled by the user, uncompiled blocks, and norms with batch
+    statistics, which a second run must not write.
+    """
+    if not isinstance(forward, CompiledBlock) or with_running_statistics(module):
+        return full(forward, module)
+    twice = CompiledBlock(_checkpointed, forward.name, backend=forward.backend)
+
+    def run(*args: object, **kwargs: object) -> object:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return twice(module, *args, **kwargs)
+
+    return run
+
+
+def _checkpointed(block: nn.Module, *args: object, **kwargs: object) -> object:
+    return checkpoint(partial(block._call_impl, **kwargs), *args, use_reentrant=False)
 
 
 def recomputed(forward: Code, module: nn.Module, twice: Code) -> Code:

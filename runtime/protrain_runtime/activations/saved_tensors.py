@@ -155,7 +155,6 @@ class SavedTensors:
         handed_on: "ByPointer | None" = None,
         slot: Begun,
     ) -> None:
-        self._slot = slot
         # By a buffer's storage: its place, and the saved views if it is reused.
         self._buffers: dict[int, tuple[tuple[Chunk, int], SavedViews | None]] = {}
         for chunk in chunks:

@@ -20,7 +20,7 @@ its values (`LateValues`); `cross_entropy` on it runs in tiles:
 
   Logits are computed once more in backward: 2 n h v operations on top of 6 n h v. Results are equal
   to plain PyTorch's up to the order and rounding of sums. Logits may be scaled and capped before
-  the loss (`logit_maps`).
+  the loss (`Map`).
 
 Other functions of a tensor that waits, a loss with class weights say, get its values and compute
 what they always did: of a head's product within the forward alone, since afterwards its weights may
@@ -46,8 +46,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear, log_softmax, nll_loss
 from torch.overrides import TorchFunctionMode
 
-from protrain_runtime.activations.late_values import LateValues, Source, is_cast, with_values
-from protrain_runtime.activations.logit_maps import Map, map_back_in_place, map_in_place
+from protrain_runtime.activations.late_values import (
+    LateValues,
+    Map,
+    Source,
+    is_cast,
+    map_back_in_place,
+    map_in_place,
+    with_values,
+)
 from protrain_runtime.activations.trees import PLAIN
 from protrain_runtime.devices.lanes import num_holders
 

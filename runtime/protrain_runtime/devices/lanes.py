@@ -89,15 +89,14 @@ class ThreadTicket:
 class StreamTicket:
     """The end of work on a stream: an event, once the work is submitted."""
 
-    def __init__(self, what: str, lane: str, device: torch.device, limit_s: float) -> None:
+    def __init__(
+        self, what: str, lane: str, device: torch.device, limit_s: float, *, by_thread: bool
+    ) -> None:
         self._what, self._lane, self._limit_s = what, lane, limit_s
         self._device = device
         self._event: torch.Event | None = None
-        self._issue: ThreadTicket | None = None  # if a thread submits the work
-
-    def leave_to_thread(self) -> None:
-        """Called by the lane if its thread is to submit the work."""
-        self._issue = ThreadTicket(self._what, self._lane, self._limit_s)
+        # If the lane's thread submits the work.
+        self._issue = ThreadTicket(what, lane, limit_s) if by_thread else None
 
     def issue(self, event: torch.Event | None, error: BaseException | None = None) -> None:
         """Called by the lane, once: `event` follows the work, or the work failed."""
@@ -290,11 +289,7 @@ class _Item(NamedTuple):
 
 
 def started(
-    name: str,
-    run: Callable[[], None],
-    *,
-    stack_bytes: int = STACK_BYTES,
-    device: torch.device | None = None,
+    name: str, run: Callable[[], None], *, device: torch.device | None = None
 ) -> threading.Thread:
     """A thread with a small stack; `device` is its current one."""
 
@@ -303,7 +298,7 @@ def started(
             run()
 
     thread = threading.Thread(target=run_there, name=name, daemon=True)
-    usual = threading.stack_size(stack_bytes)
+    usual = threading.stack_size(STACK_BYTES)
     try:
         thread.start()
     finally:
@@ -350,16 +345,16 @@ class StreamLane:
 
     def submit(self, what: str, work: Callable[[], None], after: Sequence[Ticket]) -> Ticket:
         refuse_forked(self._process, what)
-        ticket = StreamTicket(what, self.name, self._device, self._limit_s)
         item = _Item(work, after, devices.record_event(self._device), lambda _: None)
         if self._waiting is not None and self._waiting.issued():
             self._waiting = None
-        if self._waiting is None and all(other.issued() for other in after):
+        now = self._waiting is None and all(other.issued() for other in after)
+        ticket = StreamTicket(what, self.name, self._device, self._limit_s, by_thread=not now)
+        if now:
             ticket.issue(self._issue(item))
             return ticket
         if self._thread is None:
             self._thread = started(f"protrain {self.name}", self._run, device=self._device)
-        ticket.leave_to_thread()
         self._waiting = ticket
         self._queue.put((item, ticket))
         return ticket

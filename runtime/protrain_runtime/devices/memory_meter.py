@@ -244,19 +244,17 @@ def borrowing(view: torch.Tensor) -> torch.Tensor:
 def reachable(device: torch.device) -> list[torch.Tensor]:
     """All tensors on a device that Python can reach, except fake ones."""
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-    found: list[Any] = [_unwrapped(each) for each in tensors if _BORROWS not in each.__dict__]
+    found: list[Any] = []
+    for tensor in (each for each in tensors if _BORROWS not in each.__dict__):
+        # A torch.func tensor has no storage: a compiler may keep some.
+        while _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+        found.append(tensor)
     with torch._C.DisableTorchFunctionSubclass():  # stand-ins for gradients refuse questions
         real = [  # fake tensors and wrappers only claim to be on their device
             t for t in found if not (isinstance(t, FakeTensor) or is_traceable_wrapper_subclass(t))
         ]
         return [t for t in real if t.device == device]
-
-
-def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Unwrap a torch.func tensor, which has no storage: a compiler may keep some."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -364,16 +364,15 @@ class SplitStore(HostStore):
         assert isinstance(store, HostStore), "what an optimizer works on is in host memory"
         return store.view(place + offset - self._starts[index], num_bytes)
 
-    def _each(self, do: str, offset: int, tensor: torch.Tensor) -> None:
-        for store, pairs in self.divided([(offset, tensor)]).items():
-            for place, part in pairs:
-                getattr(store, do)(place, part)
-
     def write(self, offset: int, source: torch.Tensor) -> None:
-        self._each("write", offset, source)
+        for store, pairs in self.divided([(offset, source)]).items():
+            for place, part in pairs:
+                store.write(place, part)
 
     def read(self, offset: int, target: torch.Tensor) -> None:
-        self._each("read", offset, target)
+        for store, pairs in self.divided([(offset, target)]).items():
+            for place, part in pairs:
+                store.read(place, part)
 
 
 TIERS: dict[StateTier, Callable[[Backend, Path, bool], Store]] = {

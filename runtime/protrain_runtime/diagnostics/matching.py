@@ -39,11 +39,6 @@ from protrain_runtime.states.stepping import NAMES, options_of
 from protrain_runtime.states.update_rules import UpdateRules
 
 
-def keeps_everything(plan: Plan) -> bool:
-    """Whether the plan is plain PyTorch."""
-    return plan.group.num_devices == 1 and plan.keeps_everything
-
-
 def _check_form(index: int, plan: Plan) -> None:
     """ProtrainError if a unit's activations have another kind of unit's form."""
     unit = plan.units[index]

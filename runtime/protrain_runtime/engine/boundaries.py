@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import Protocol
 from weakref import finalize, ref
 
 import torch
@@ -33,8 +32,8 @@ from protrain_runtime.activations.trees import tensors_in
 from protrain_runtime.devices.thread_guard import ThreadGuard, ThreadGuardError
 
 
-class Listener(Protocol):
-    """A runner of slots, called at their boundaries."""
+class Listener:
+    """A runner of slots, called at their boundaries; it overrides those that it wants."""
 
     def begin(self, *, training: bool) -> None:
         """The model was called; slot 0 begins. `training`: a graph is being recorded."""

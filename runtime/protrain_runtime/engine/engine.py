@@ -25,15 +25,15 @@ from protrain_runtime.contract.program.program import COLLECT, UPDATE_ON_DEVICE,
 from protrain_runtime.contract.records.plan import KEEP
 from protrain_runtime.devices.lanes import LaneError, Ticket, WorkLane, is_held, nothing
 from protrain_runtime.devices.memory_meter import addresses
-from protrain_runtime.devices.stores import DeviceStore
 from protrain_runtime.devices.thread_guard import ThreadGuard
-from protrain_runtime.engine.boundaries import Boundaries, in_backward
+from protrain_runtime.engine.boundaries import Boundaries, Listener, in_backward
 from protrain_runtime.engine.evaluation import EvaluationPass
 from protrain_runtime.engine.moves import Moves
 from protrain_runtime.engine.state import (
     MemorySnapshot,
     Phase,
     StepState,
+    Table,
     has_no_gradients,
     memory_snapshot,
     refuse_unzeroed_gradient,
@@ -41,7 +41,6 @@ from protrain_runtime.engine.state import (
     unzeroed_gradient,
 )
 from protrain_runtime.engine.step_times import StepTimes
-from protrain_runtime.engine.table import Table
 from protrain_runtime.states.chunks import Chunk, Slice, bring_foreign, refuse_reading
 from protrain_runtime.states.stand_ins import ConsumedGradient, plainly
 from protrain_runtime.states.unchanged_model import UnchangedModel
@@ -51,7 +50,7 @@ Observer = Callable[[str], None]
 "backward ended"."""
 
 
-class Engine:
+class Engine(Listener):
     """Executes the programs of a step.
 
     The program of `moves` ends with the update of offloaded chunks, and is for a clipped step:
@@ -348,29 +347,27 @@ class Engine:
         if self.thread_guard.forked and self.lanes:
             return  # the current step belongs to another process
         try:
-            if self._ranks is not None:
-                self._state.cut_short = True
-                if (error := sys.exception()) is not None:
-                    self._ranks.meeting.report(error, "a forward", final=True)
+            self._cut_short(sys.exception(), "a forward")
         finally:
             self._give_up()
 
     def backward_failed(self) -> None:
         """Backward raised; the error is not known here."""
+        self._cut_short(ProtrainError("see what that rank says"), "a backward")
+
+    def _cut_short(self, error: BaseException | None, what: str) -> None:
+        """End this rank's step; report an error to the other ranks, which wait in it."""
         if self._ranks is not None:
             self._state.cut_short = True
-            unknown = ProtrainError("see what that rank says")
-            self._ranks.meeting.report(unknown, "a backward", final=True)
+            if error is not None:
+                self._ranks.meeting.report(error, what, final=True)
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Report an error to the other ranks, which wait in this step; this rank ends its step."""
         try:
             yield
         except BaseException as error:
-            if self._ranks is not None:
-                self._state.cut_short = True
-                self._ranks.meeting.report(error, what, final=True)
+            self._cut_short(error, what)
             raise
 
     def _give_up(self) -> None:
@@ -549,11 +546,8 @@ class Engine:
 
     def update_shards(self) -> None:
         """Update this rank's shards on the device."""
-        if not self._state.num_backwards:
-            return
-        for chunk in self._offloaded:
-            if isinstance(chunk.store, DeviceStore):
-                self._moves.update_shard(chunk)
+        if self._state.num_backwards:
+            self._moves.update_shards()
 
     def finish_step(self) -> None:
         """End all moves except carried ones; in a recorded step, all."""

@@ -274,13 +274,9 @@ class Moves:
 
     def in_transit(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Tensors in flight, and the buffers that others pass through."""
-        storages = [
-            storage
-            for storages in (*self._leaving.values(), *self._arriving.values())
-            for storage in storages
-        ]
         moving = [tensor for held in self._held.values() for tensor in held]
-        moving += [t for s in storages for t in (s.source, s.restored) if t is not None]
+        for storages in (*self._leaving.values(), *self._arriving.values()):
+            moving += [t for s in storages for t in (s.source, s.restored) if t is not None]
         return moving, [*self._rings[False], *self._rings[True], *self._gradients.rooms]
 
     @property
@@ -306,23 +302,27 @@ class Moves:
                 return self.fetch(chunk, chunk.groups_in(move.share), tier=move.lane.tier)
             case "all-gather":
                 return self.all_gather(chunk, chunk.groups_in(move.share))
-            case "all-reduce":
+            case "all-reduce" | "reduce-scatter":
                 assert self._reductions is not None
-                return self._reductions.all_reduce(number, chunk)
-            case "reduce-scatter":
-                assert self._reductions is not None
-                states = self.plans[chunk.unit].states
-                updating = self.program.updating
+                if move.kind == "all-reduce":
+                    return self._reductions.all_reduce(number, chunk)
+                states, updating = self.plans[chunk.unit].states, self.program.updating
                 return self._reductions.reduce_scatter(
                     number, move, chunk, states, updating=updating
                 )
-            case "swap out":
-                swapped = self._swapped[move.unit].in_share(move.share)
-                self._leaving[number] = storages = list(swapped)
-                leaving = [(s.offset, s.source) for s in storages if s.source is not None]
-                return copies(self._swap_store(move), leaving, writes=True)
-            case "swap in":
-                return self._swap_in(number, move)
+            case "swap out" | "swap in":
+                assert move.lane.tier is not None and move.lane.tier != "device"
+                store = self._swap_stores[move.lane.tier]
+                storages = list(self._swapped[move.unit].in_share(move.share))
+                if move.kind == "swap out":
+                    self._leaving[number] = storages
+                    going = [(s.offset, s.source) for s in storages if s.source is not None]
+                    return copies(store, going, writes=True)
+                self._arriving[number] = storages
+                for storage in storages:
+                    storage.restored = self.buffers.new(storage.num_bytes)
+                coming = [(s.offset, s.restored) for s in storages if s.restored is not None]
+                return copies(store, coming, writes=False)
             case "spill gradients":
                 spills = self._gradients if self._reductions is None else self._reductions
                 work, self._held[number] = spills.spill(move, chunk)
@@ -458,13 +458,13 @@ class Moves:
                 gathers.append(partial(ranks.all_gather, whole, mine))
         return partial(do_all, gathers)
 
-    def update_shard(self, chunk: Chunk) -> None:
-        """Update a shard on the device, on the compute thread."""
-        own = chunk.own
-        piece = Piece(own, 0, own.num_trainable, own.offloaded_gradients)
-        piece.view_store()
-        piece.update(self._factory, self._options(), {})
-        piece.write(parameters=False)
+    def update_shards(self) -> None:
+        """Update this rank's shards on the device, on the compute thread."""
+        for own in (chunk.own for chunk in self.chunks if isinstance(chunk.store, DeviceStore)):
+            piece = Piece(own, 0, own.num_trainable, own.offloaded_gradients)
+            piece.view_store()
+            piece.update(self._factory, self._options(), {})
+            piece.write(parameters=False)
 
     def take_swapped(self, unit: int, storages: Sequence[SwappedStorage]) -> None:
         """Assign a unit's saved storages to its regions of the store."""
@@ -489,18 +489,6 @@ class Moves:
                 used.append(0)
             storage.offset = regions[place][0] + used[place]
             used[place] += size
-
-    def _swap_in(self, number: int, move: Move) -> Work:
-        storages = self._arriving[number] = list(self._swapped[move.unit].in_share(move.share))
-        coming: list[tuple[int, torch.Tensor]] = []
-        for storage in storages:
-            storage.restored = self.buffers.new(storage.num_bytes)
-            coming.append((storage.offset, storage.restored))
-        return copies(self._swap_store(move), coming, writes=False)
-
-    def _swap_store(self, move: Move) -> Store:
-        assert move.lane.tier is not None and move.lane.tier != "device"
-        return self._swap_stores[move.lane.tier]
 
     def _read_states(self, number: int, move: Move, chunk: Chunk) -> Work:
         parameters, gradients = self._read_with_states(chunk)

@@ -1,16 +1,52 @@
-"""The state of a step: one phase and its transitions; and snapshots of the chunks' bytes."""
+"""The state of a step: the program as the engine walks it, its phase, and the chunks' bytes."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 
+from protrain_runtime.contract.program.program import Program
+from protrain_runtime.contract.records.plan import UnitPlan
 from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.memory_meter import process_memory, storage_bytes
 from protrain_runtime.states.chunks import Chunk
 from protrain_runtime.states.stand_ins import ConsumedGradient, UsedGradient, plainly
+
+
+class Table(NamedTuple):
+    """A program as the engine walks it.
+
+    names  of moves, for errors
+    ends   by slot, the moves that end before its fetches: those that must have left, and those
+           before them in their lanes (pieces of a chunk are written in order, and a slot names the
+           last of them alone)
+    takes  by slot, whether its unit's gradients go from the parameters to where moves take them
+    """
+
+    names: Sequence[str]
+    ends: Sequence[Sequence[int]]
+    takes: Sequence[bool]
+
+    @staticmethod
+    def of(program: Program, plans: Sequence[UnitPlan]) -> "Table":
+        """Compute the table."""
+        names = [program.move_name(number) for number in range(len(program.moves))]
+        running: list[int] = []
+        ends: list[list[int]] = []
+        takes: list[bool] = []
+        for slot in program.slots:
+            last = {program.moves[number].lane: number for number in sorted(slot.drained)}
+            ending = [n for n in running if n <= last.get(program.moves[n].lane, -1)]
+            ends.append(ending)
+            gone = {*ending, *slot.ready}
+            running = [n for n in (*running, *slot.submit) if n not in gone] + slot.finish
+            own = any(program.moves[number].unit == slot.unit for number in slot.finish)
+            late = plans[slot.unit].schedule.update_late and slot.unit in program.updates
+            takes.append(not slot.forward and (own or late))
+        return Table(names, ends, takes)
 
 
 class Phase(Enum):

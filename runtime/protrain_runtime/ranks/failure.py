@@ -33,9 +33,11 @@ _LOST = "lost"
 
 
 class RanksError(ProtrainError, RuntimeError):
-    """Another rank failed, is missing, or disagrees. `known`: the other ranks know."""
+    """Another rank failed, is missing, or disagrees. `known`: no other rank needs a report."""
 
-    known = False
+    def __init__(self, message: str, *, fix: str | None, known: bool = True) -> None:
+        super().__init__(message, fix=fix)
+        self.known = known
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,7 @@ class Report:
     def error(self) -> RanksError:
         """Make the error that another rank raises."""
         message = f"rank {self.rank} failed in {self.what}: {self.why}"
-        return known(RanksError(message, fix=self.fix))
-
-
-def known(error: RanksError) -> RanksError:
-    """Mark the error as known to the others: it is not reported again."""
-    error.known = True
-    return error
+        return RanksError(message, fix=self.fix)
 
 
 def abandoned(rank: int, count: int) -> RanksError:
@@ -65,7 +61,7 @@ def abandoned(rank: int, count: int) -> RanksError:
         f"rank {rank} of {count} waited for the others, and their meeting place is gone: the rank"
         " that keeps it (rank 0, or the launcher) has ended"
     )
-    return known(RanksError(message, fix=START_AGAIN))
+    return RanksError(message, fix=START_AGAIN)
 
 
 class Meeting:
@@ -174,11 +170,9 @@ class Meeting:
             raise abandoned(self.rank, self.count) from error
         for rank, (theirs, _) in enumerate(found):
             if theirs != found[0][0]:
-                raise known(
-                    RanksError(
-                        f"rank {rank} is in {theirs}, and rank 0 in {found[0][0]}",
-                        fix="make the same calls in the same order on every rank",
-                    )
+                raise RanksError(
+                    f"rank {rank} is in {theirs}, and rank 0 in {found[0][0]}",
+                    fix="make the same calls in the same order on every rank",
                 )
         return [brought for _, brought in found]
 
@@ -188,6 +182,7 @@ class Meeting:
         return RanksError(
             f"rank {missing} of {self.count} did not reach {what} within {limit_s:g} s",
             fix=f"see what that rank says; every rank {calls}, in the same order",
+            known=False,
         )
 
     def agree(self, what: str, facts: Mapping[str, str], fix: Callable[[str], str]) -> None:
@@ -200,4 +195,4 @@ class Meeting:
                     message = f"rank {rank} has another {name} than rank 0: {found} instead of"
                     with suppress(RanksError):  # all have read it before the store may end
                         self.meet(what, limit_s=READ_S)
-                    raise known(RanksError(f"{message} {value}", fix=fix(name)))
+                    raise RanksError(f"{message} {value}", fix=fix(name))

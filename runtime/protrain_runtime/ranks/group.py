@@ -25,7 +25,7 @@ from protrain_runtime.devices import device as devices
 from protrain_runtime.devices.lanes import PATIENCE_S
 from protrain_runtime.devices.memory_meter import borrowing
 from protrain_runtime.devices.stores import in_rows
-from protrain_runtime.ranks.failure import START_AGAIN, Meeting, RanksError, abandoned, known
+from protrain_runtime.ranks.failure import START_AGAIN, Meeting, RanksError, abandoned
 
 CHECKPOINT_LIMIT_S = 3600.0
 """Seconds that ranks may differ in writing their parts of a checkpoint."""
@@ -170,7 +170,7 @@ class Ranks:
                 f"{f' for {limit_s:g} s' if late else ''}: one of them ended, hangs, or has taken"
                 " another path"
             )
-            raise known(RanksError(message, fix=START_AGAIN)) from error
+            raise RanksError(message, fix=START_AGAIN) from error
 
 
 def _lent(tensor: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ _BUILT_IN = (
     ActivationForm(
         name="fused",
         keeps="the unit's input alone: its compiled backward computes what it needs of the forward",
-        executor="protrain_runtime.activations.recompute_in_graph:fused",
+        executor="protrain_runtime.activations.recompute:fused",
         exactness="rounding",
         in_graph=True,
     ),
