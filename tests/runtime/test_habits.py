@@ -42,6 +42,7 @@ from tests.support.faults import data_limit
 from tests.support.hostile_models import Stack, batch_of, does, stack
 from tests.support.judging import is_refusal
 from tests.support.messages import Speaker
+from tests.support.odd_optimizers import odd
 from tests.support.runtime_cases import Subject, assert_bitwise, decided, differences, phrase
 from tests.support.scenario import Loop, Run, Scenario, Script, Units, refusal
 
@@ -664,6 +665,11 @@ def head_and_last_block(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("listed", [nn.Module.parameters, nn.Module.named_parameters])
 def test_parameters_are_given_in_every_way_that_pytorch_takes(listed: Any, tmp_path: Path) -> None:
     tried(groups=listed).assert_like_plain(tmp_path)
+
+
+def test_a_step_reads_the_names_of_its_parameters(tmp_path: Path) -> None:
+    named = tried(groups=nn.Module.named_parameters, factory=odd("goes by name"))
+    named.assert_like_plain(tmp_path)
 
 
 def test_a_model_with_nothing_to_train_has_an_optimizer_without_parameters(tmp_path: Path) -> None:
