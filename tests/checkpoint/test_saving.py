@@ -466,6 +466,7 @@ def test_where_nothing_can_be_saved(tmp_path: Path, assert_says: Speaker) -> Non
         assert_says(message(partial(save, model, None, place)))
     unsaved = {"what": [1, object()]}
     assert_says(message(lambda: save(model, None, tmp_path / "weights", extra=unsaved)))
+    assert_says(message(lambda: save(model, None, tmp_path / "beside", beside=True)))
     assert state_of(tmp_path) == before
 
 
