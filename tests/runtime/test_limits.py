@@ -164,10 +164,10 @@ def message(
 REFUSED = r"(?:.*can't allocate memory: you tried to allocate \d+ bytes\..*|MemoryError)"
 TABLE = rf"""
  {{33}}planned {{7}}there
-    states +0 B +0 B
+    states +{SIZE} +0 B
     gradients +{SIZE} +{SIZE}
     chunks, swaps +{SIZE} +{SIZE}
-    staging +{SIZE} +{SIZE}
+    staging +{SIZE} +(?!0 B){SIZE}
     activations, all else +{SIZE} +{SIZE}
     in all +{SIZE} +{SIZE}"""
 
