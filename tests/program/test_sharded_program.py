@@ -8,10 +8,13 @@ import pytest
 from protrain_runtime.contract.program.compiling import compile_plan
 from protrain_runtime.contract.program.program import (
     COLLECT,
+    MAX_PARTS,
+    MIN_PART_BYTES,
     ChunkSize,
     Program,
     gradient_home,
     padded,
+    parts,
     shard_of,
 )
 from protrain_runtime.contract.records import dumps_plan, loads_plan
@@ -227,5 +230,6 @@ def test_large_chunks_are_fetched_and_gathered_in_parts() -> None:
         ("all-gather", 80, (2,)),
     ]
     assert list(program.slots[0].ready) == [0, 1, 2, 3]
+    assert parts([MIN_PART_BYTES] * MAX_PARTS) == [0.25, 0.5, 0.75, 1.0]
     alone = compile_plan(units, [chunk], replace(IN_BACKWARD, group=ALONE), device="cpu")
     assert [move.bytes >> 20 for move in alone.moves if move.kind == "fetch"] == [192]
