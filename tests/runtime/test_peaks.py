@@ -48,7 +48,7 @@ from protrain_runtime.contract.records.plan import (
 from protrain_runtime.contract.records.profile import DType, Precision, Profile
 from protrain_runtime.devices.device import HOST
 from protrain_runtime.devices.memory_meter import MemoryMeter, reachable, storage_bytes
-from protrain_runtime.devices.stores import DiskStore
+from protrain_runtime.devices.spill_file import SpillFile
 from protrain_runtime.diagnostics.recording import measure_step
 from protrain_runtime.engine.engine import Observer
 from protrain_runtime.model.prepared import below_device
@@ -546,14 +546,14 @@ def test_a_step_writes_what_is_said(
     )
     plan = with_a_disk(profile, units, updates=updates, micro_batches=micro_batches)
     run = started(profile, units, tmp_path, piece_bytes=PIECE_BYTES, plan=plan)
-    usual, written = DiskStore._write, 0
+    usual, written = SpillFile.write, 0
 
-    def counting(store: DiskStore, offset: int, data: torch.Tensor) -> None:
+    def counting(file: SpillFile, offset: int, data: memoryview) -> None:
         nonlocal written
-        written += data.numel()
-        usual(store, offset, data)
+        written += len(data)
+        usual(file, offset, data)
 
-    monkeypatch.setattr(DiskStore, "_write", counting)
+    monkeypatch.setattr(SpillFile, "write", counting)
     for _ in range(3):  # the first ones make the optimizer's states
         written = 0
         for _ in range(micro_batches):

@@ -229,18 +229,10 @@ def is_cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     return len(given) == len(kwargs) + len(args) - 1 == 1 and given[0] is torch.float32
 
 
-_GEOMETRY = frozenset(
-    [
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse")
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point")
-        ),
-    ]
-)
+_ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse")
+_METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point")
+_GEOMETRY = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}
+_GEOMETRY |= {getattr(Tensor, name) for name in _METHODS}
 _ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
     Tensor.requires_grad.__get__: lambda _: True,  # type: ignore[attr-defined]
     Tensor.is_leaf.__get__: lambda _: False,  # type: ignore[attr-defined]
@@ -249,18 +241,8 @@ _ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
     Tensor.untyped_storage: lambda near: near.untyped_storage(),
 }
 """Answers without values: the place in the graph, the memory held."""
-VIEWS = frozenset(
-    [
-        Tensor.view,
-        Tensor.reshape,
-        torch.reshape,
-        Tensor.flatten,
-        torch.flatten,
-        Tensor.contiguous,
-        Tensor.squeeze,
-        Tensor.unsqueeze,
-    ]
-)
+VIEWS = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
+VIEWS |= {Tensor.contiguous, Tensor.squeeze, Tensor.unsqueeze}
 
 
 def is_view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

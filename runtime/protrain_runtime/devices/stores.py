@@ -172,28 +172,31 @@ class DiskStore:
         return self._passing_bytes + (FILE_BYTES if self._file.direct else 0)
 
     def reserve(self, num_bytes: int) -> int:
-        try:
-            return self._file.reserve(num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise self._failed("given room", error) from error
-            raise ProtrainError(
-                f"no room for {format_bytes(num_bytes)} of spilled bytes: {error.strerror}",
-                source=str(self._directory),
-                fix="free some space there, or name another spill directory",
-            ) from error
+        with self._failing("given room"):
+            try:
+                return self._file.reserve(num_bytes)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                    raise
+                raise ProtrainError(
+                    f"no room for {format_bytes(num_bytes)} of spilled bytes: {error.strerror}",
+                    source=str(self._directory),
+                    fix="free some space there, or name another spill directory",
+                ) from error
 
     def write(self, offset: int, source: torch.Tensor) -> None:
-        if source.device.type == "cpu":
-            self._write(offset, source)
-        else:
-            self._passage.down(offset, source, self._write)
+        with self._failing("written"):
+            if source.device.type == "cpu":
+                self._file.write(offset, memory_of(source))
+            else:
+                self._passage.down(offset, source, self._file)
 
     def read(self, offset: int, target: torch.Tensor) -> None:
-        if target.device.type == "cpu":
-            self._read(offset, target)
-        else:
-            self._passage.up(offset, target, self._read)
+        with self._failing("read back"):
+            if target.device.type == "cpu":
+                self._file.read(offset, memory_of(target))
+            else:
+                self._passage.up(offset, target, self._file)
 
     start_write, start_read = write, read  # file transfers run on the thread itself
 
@@ -206,28 +209,20 @@ class DiskStore:
         passage: _Passage = self._own.passage
         return passage
 
-    def _write(self, offset: int, source: torch.Tensor) -> None:
-        try:
-            self._file.write(offset, memory_of(source))
-        except OSError as error:
-            raise self._failed("written", error) from error
-
-    def _read(self, offset: int, target: torch.Tensor) -> None:
-        try:
-            self._file.read(offset, memory_of(target))
-        except OSError as error:
-            raise self._failed("read back", error) from error
-
     def close(self) -> None:
         with suppress(OSError):  # its bytes are no longer needed
             self._file.close()
 
-    def _failed(self, what: str, error: OSError) -> ProtrainError:
-        return ProtrainError(
-            f"spilled bytes cannot be {what}: {error.strerror or error}",
-            source=str(self._directory),
-            fix="see whether its disk is full or faulty; train on from a checkpoint",
-        )
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ProtrainError(
+                f"spilled bytes cannot be {what}: {error.strerror or error}",
+                source=str(self._directory),
+                fix="see whether its disk is full or faulty; train on from a checkpoint",
+            ) from error
 
 
 class _Passage:
@@ -244,32 +239,28 @@ class _Passage:
         self._whole = whole  # pinned while it lives
         self._halves = (whole[:half], whole[half:])
 
-    def down(
-        self, offset: int, source: torch.Tensor, write: Callable[[int, torch.Tensor], None]
-    ) -> None:
-        """Copy from the device, on the current stream, and pass every part to `write`."""
-        pending: tuple[int, torch.Tensor, torch.Event] | None = None
+    def down(self, offset: int, source: torch.Tensor, file: SpillFile) -> None:
+        """Copy from the device, on the current stream, and write every part."""
+        pending: tuple[int, memoryview, torch.Event] | None = None
         for start, half in self._parts(offset, source.numel()):
             begin = start - offset
             half.copy_(source[begin : begin + half.numel()], non_blocking=True)
             arrived = devices.record_event(self._device)
             if pending is not None:
                 pending[2].synchronize()
-                write(*pending[:2])
-            pending = start, half, arrived
+                file.write(*pending[:2])
+            pending = start, memory_of(half), arrived
         if pending is not None:
             pending[2].synchronize()
-            write(*pending[:2])
+            file.write(*pending[:2])
 
-    def up(
-        self, offset: int, target: torch.Tensor, read: Callable[[int, torch.Tensor], None]
-    ) -> None:
-        """Fill every part by `read`, and copy it to the device on the current stream."""
+    def up(self, offset: int, target: torch.Tensor, file: SpillFile) -> None:
+        """Read every part, and copy it to the device on the current stream."""
         gone: list[torch.Event] = []
         for start, half in self._parts(offset, target.numel()):
             if len(gone) > 1:
                 gone[-2].synchronize()  # until then the device uses the half
-            read(start, half)
+            file.read(start, memory_of(half))
             begin = start - offset
             target[begin : begin + half.numel()].copy_(half, non_blocking=True)
             gone.append(devices.record_event(self._device))

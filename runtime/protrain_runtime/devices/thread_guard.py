@@ -65,23 +65,24 @@ class ThreadGuard:
     def check(self, what: str, *, step: bool = False) -> None:
         """ThreadGuardError, with `what`, if another thread uses the model or has gradients."""
         holder = self._now.get(None)
-        if holder is not None and _is_another(holder[0]) and not self.forked:
-            raise _refused(what, holder[0], holder[1])
-        if self.of_another or (step and self._foreign() and self.gradients):
+        if holder is not None and self._is_another(holder[0]):
+            raise _refused(what, *holder)
+        if self.of_another or (step and self._is_another(self._step_of) and self.gradients):
             assert self._step_of is not None
             raise _refused(what, self._step_of, "a training step")
 
     @property
     def of_another(self) -> bool:
         """Whether another thread's step is under way."""
-        if self.stepped or not self._foreign():
+        if self.stepped or not self._is_another(self._step_of):
             return False
         return self._graph_lives() or self.gradients
 
-    def _foreign(self) -> bool:
-        """Whether the last step belongs to another thread, which may continue it."""
-        owner = self._step_of
-        return owner is not None and _is_another(owner) and not self.forked
+    def _is_another(self, thread: threading.Thread | None) -> bool:
+        """Whether a thread is not this one, and may continue what it has begun."""
+        if thread is None or thread is threading.current_thread():
+            return False
+        return thread.is_alive() and not self.forked
 
     @contextmanager
     def taken(self, what: str, doing: str, *, step: bool = False) -> Iterator[None]:
@@ -132,10 +133,6 @@ def watch_zero_grad(model: nn.Module, thread_guard: ThreadGuard) -> Callable[[],
         thread_guard.gradients = False
 
     return overridden(model, "zero_grad", zero_grad)
-
-
-def _is_another(thread: threading.Thread) -> bool:
-    return thread is not threading.current_thread() and thread.is_alive()
 
 
 def _refused(what: str, other: threading.Thread, doing: str) -> ThreadGuardError:
