@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -86,18 +87,20 @@ class ThreadTicket:
             raise LaneError(f"{failed}: {cause}") from cause
 
 
+@dataclass(eq=False)
 class StreamTicket:
     """The end of work on a stream: an event, once the work is submitted."""
 
-    def __init__(self, what: str, lane: str, device: torch.device, limit_s: float) -> None:
-        self._what, self._lane, self._limit_s = what, lane, limit_s
-        self._device = device
-        self._event: torch.Event | None = None
-        self._issue: ThreadTicket | None = None  # if a thread submits the work
+    what: str
+    lane: str
+    device: torch.device
+    limit_s: float
+    _event: torch.Event | None = field(default=None, init=False)
+    _issue: ThreadTicket | None = field(default=None, init=False)  # if a thread submits the work
 
     def leave_to_thread(self) -> None:
         """Called by the lane if its thread is to submit the work."""
-        self._issue = ThreadTicket(self._what, self._lane, self._limit_s)
+        self._issue = ThreadTicket(self.what, self.lane, self.limit_s)
 
     def issue(self, event: torch.Event | None, error: BaseException | None = None) -> None:
         """Called by the lane, once: `event` follows the work, or the work failed."""
@@ -110,19 +113,19 @@ class StreamTicket:
         return self._issue is None or self._issue.issued()
 
     def wait(self) -> None:
-        devices.current_stream(self._device).wait_event(self._end())
+        devices.current_stream(self.device).wait_event(self._end())
 
     def synchronize(self) -> None:
         # The event's own `synchronize` has no limit. Naps grow to a twentieth of the wait.
         event = self._end()
-        with devices.current(self._device):
+        with devices.current(self.device):
             if event.query():
                 return
             start = time.perf_counter()
             while not event.query():
                 waited = time.perf_counter() - start
-                if waited > self._limit_s:
-                    raise _too_late(self._what, self._lane, self._limit_s)
+                if waited > self.limit_s:
+                    raise _too_late(self.what, self.lane, self.limit_s)
                 time.sleep(min(LONGEST_NAP_S, waited / 20))
 
     def _end(self) -> torch.Event:
@@ -540,6 +543,7 @@ def nothing() -> None:
     """Work that does nothing: it ends after all earlier work."""
 
 
+@dataclass(eq=False)
 class Buffers:
     """Makes buffers on the device, reusing those given up at a slot's boundary.
 
@@ -550,20 +554,19 @@ class Buffers:
     caches blocks itself.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._spare: list[torch.Tensor] = []
+    backend: Backend
+    _spare: list[torch.Tensor] = field(default_factory=list[torch.Tensor], init=False)
 
     def new(self, num_bytes: int) -> torch.Tensor:
         """A buffer of that size, with any content.  # uint8 [num_bytes]"""
         for place, buffer in enumerate(self._spare):
             if buffer.numel() == num_bytes:
                 return self._spare.pop(place)
-        return self._backend.empty(num_bytes)
+        return self.backend.empty(num_bytes)
 
     def give_up(self, buffers: Iterable[torch.Tensor]) -> None:
         """Reuse these buffers, except those that are still referenced elsewhere."""
-        if self._backend.on_host:
+        if self.backend.on_host:
             self._spare += [buffer for buffer in buffers if not is_held(buffer)]
 
     def keep_for(self, sizes: Iterable[int]) -> None:
