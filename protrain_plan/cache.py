@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import msgspec
 
@@ -49,18 +49,15 @@ class Kept:
     variables whose names begin with one of the `settings`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        libraries: tuple[str, ...],
-        optional: tuple[str, ...] = (),
-        settings: tuple[str, ...] = (),
-        *,
-        off: bool,
-    ) -> None:
-        self._folder = None if off or SWITCH in os.environ else _folder(name)
-        found = None if self._folder is None else _installation(libraries, optional)
-        facts = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(settings))
+    name: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]]
+    optional: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, *, off: bool = False) -> None:
+        self._folder = None if off or SWITCH in os.environ else _folder(self.name)
+        found = None if self._folder is None else _installation(self.libraries, self.optional)
+        facts = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(self.settings))
         self._installed = None if found is None else [*found, *facts]
 
     @property

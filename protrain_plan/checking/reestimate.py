@@ -180,15 +180,18 @@ class _Known:
     broken: Broken | Unavailable | None = None
 
 
+@dataclass(eq=False)
 class Reestimates:
     """A `Look` that runs models in separate processes, with limits on seconds and bytes of memory.
 
     Answers about models whose code comes from installed libraries are cached.
     """
 
-    def __init__(self, *, seconds: float, memory: int, cache: EstimateCache) -> None:
-        self._cache, self._known = cache, dict[EstimateRequest, _Known]()
-        self._limits = Limits(seconds=seconds, memory=memory)
+    limits: Limits
+    cache: EstimateCache
+    _known: dict[EstimateRequest, _Known] = field(
+        default_factory=dict[EstimateRequest, _Known], init=False
+    )
 
     def __call__(self, profile: Profile) -> Today | Broken | Unavailable:
         if (reason := missing(profile.workload)) is not None:
@@ -200,7 +203,7 @@ class Reestimates:
         known = _Known(question, config)
         if question is not None:
             known = self._known.setdefault(question, known)
-            known.fingerprint = known.fingerprint or self._cache.fingerprint(question)
+            known.fingerprint = known.fingerprint or self.cache.fingerprint(question)
         if known.fingerprint is None and known.broken is None:
             self._look(profile, known)
         if known.fingerprint is None:
@@ -247,7 +250,7 @@ class Reestimates:
             return Unavailable(reason="estimates with a frozen model beside are not repeated")
         if on not in known.estimates:
             tally, kind = known.tally, on.device.kind
-            tally = tally or (self._cache.tally(known.question) if known.question else None)
+            tally = tally or (self.cache.tally(known.question) if known.question else None)
             if tally and is_accelerator(kind) and tally.profile.workload.device == kind:
                 known.estimates[on] = replace(tally.on(_rated(on)), hardware=on)
             elif known.broken is None:
@@ -262,12 +265,12 @@ class Reestimates:
         try:
             work = partial(reestimated, profile, known.config, on)
             hear = partial(setattr, known, "fingerprint")
-            found = run(work, limits=self._limits, hear=hear)
+            found = run(work, limits=self.limits, hear=hear)
         except ProtrainError as error:  # of a process that ended
             reason = error.message + _at(error.source, error.line)
             known.broken = self._with_fix(Broken(reason=reason))
             if isinstance(error, EndedError) and error.limit == "seconds":
-                fix = f"--time-limit, if it needs more than {self._limits.seconds:g} s"
+                fix = f"--time-limit, if it needs more than {self.limits.seconds:g} s"
                 known.broken = replace(known.broken, fix=fix)
             return
         if isinstance(found, Tally):
@@ -280,13 +283,13 @@ class Reestimates:
         elif isinstance(found, Broken | Unavailable):
             known.estimates[machine] = found
         if known.question is not None and known.fingerprint is not None:
-            self._cache.keep_fingerprint(known.question, known.fingerprint)
+            self.cache.keep_fingerprint(known.question, known.fingerprint)
             if isinstance(found, Tally):
-                self._cache.keep_tally(known.question, found)
+                self.cache.keep_tally(known.question, found)
 
     def _with_fix(self, found: Broken) -> Broken:
         if "MemoryError" in found.reason or "allocate memory" in found.reason:
-            limit = format_bytes(self._limits.memory)
+            limit = format_bytes(self.limits.memory)
             return replace(found, fix=f"--model-memory, if it needs more than {limit}")
         return found
 

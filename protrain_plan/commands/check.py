@@ -63,6 +63,7 @@ def check(
     from protrain_plan.checking.rules import check as checked
     from protrain_plan.checking.rules import explained
     from protrain_plan.hardware.catalogue import load_hardware
+    from protrain_plan.isolated.process import Limits
     from protrain_plan.presentation.checks import reports
     from protrain_plan.profiling.estimate_cache import EstimateCache
 
@@ -80,7 +81,7 @@ def check(
         raise ProtrainError(f"expected seconds, got {seconds:g}", key="--time-limit")
     memory = size("--model-memory", options.model_memory, 0)
     cache = EstimateCache(off=options.no_cache or away)
-    look = Reestimates(seconds=seconds, memory=memory, cache=cache)
+    look = Reestimates(Limits(seconds=seconds, memory=memory), cache)
     limits = find_limits(options.budgets)
     with output.progress(quiet=form != "text") as tell:
         report = checked(

@@ -6,6 +6,7 @@ They come together at their store first, before anything can go wrong on one of 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -22,17 +23,18 @@ JOIN_S = 120.0
 """Seconds by which the ranks of one start may follow each other at most."""
 
 
+@dataclass(eq=False)
 class Launched:
     """This process, number `rank` of those that meet at a store."""
 
-    def __init__(self, store: Store, rank: int, count: int) -> None:
-        self.rank, self._count, self._store = rank, count, store
-        own = PrefixStore("protrain/launched", store)
-        self._meeting = Meeting(own, rank, count, limit_s=JOIN_S)
+    rank: int
+    count: int
+    store: Store
+    meeting: Meeting
 
     def agree(self, what: str, facts: Mapping[str, str]) -> None:
         """RanksError where a rank does not come, or was called with other `facts`."""
-        self._meeting.agree(what, facts, lambda _: "start all ranks with the same command")
+        self.meeting.agree(what, facts, lambda _: "start all ranks with the same command")
 
     @contextmanager
     def joined(self, device: str) -> Iterator[None]:
@@ -42,9 +44,9 @@ class Launched:
             torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(
             devices.collectives(own),
-            store=self._store,
+            store=self.store,
             rank=self.rank,
-            world_size=self._count,
+            world_size=self.count,
             timeout=timedelta(seconds=JOIN_S),
         )
         try:
@@ -64,4 +66,5 @@ def launched() -> Launched:
             fix="start them with torchrun; with another launcher set RANK, WORLD_SIZE, MASTER_ADDR"
             " and MASTER_PORT",
         ) from error
-    return Launched(store, rank, count)
+    own = PrefixStore("protrain/launched", store)
+    return Launched(rank, count, store, Meeting(own, rank, count, limit_s=JOIN_S))

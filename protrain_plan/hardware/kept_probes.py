@@ -20,16 +20,18 @@ from protrain_runtime.contract.records.hardware import KEPT_PROBE, Hardware
 from protrain_runtime.contract.records.profile import DType
 from protrain_runtime.devices import device as devices
 
-_SETTINGS = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH", "CUDA_")
-
 
 class ProbeCache(Kept):
     """The probe of one device, in one spill directory."""
 
+    name = "probes"
+    libraries = ("torch",)
+    settings = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH", "CUDA_")
+
     def __init__(
         self, device: torch.device, spill_directory: Path, dtype: DType, watch: Watch, *, off: bool
     ) -> None:
-        super().__init__("probes", ("torch",), settings=_SETTINGS, off=off)
+        super().__init__(off=off)
         self._directory = spill_directory
         name = "" if devices.on_host(device) else devices.name(device)
         host = processor_name(), torch.get_num_threads(), host_memory_bytes()

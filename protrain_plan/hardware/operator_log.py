@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -40,14 +41,14 @@ _LONG_ROW = 2**16
 """Least bytes of a row that softmax rereads in each pass."""
 
 
+@dataclass(eq=False)
 class OperatorLog:
     """The work of running operators, between marks. The tensors may be fake."""
 
-    def __init__(self) -> None:
-        self.slots: list[list[Work]] = []  # one per mark
-        # Dropout on a CPU draws a mask, divides it and multiplies by it; on an accelerator it is
-        # one kernel (fused_dropout_kernel, Dropout.cu).
-        self._mask: Callable[[], Tensor | None] = lambda: None
+    slots: list[list[Work]] = field(default_factory=list[list[Work]])  # one per mark
+    # Dropout on a CPU draws a mask, divides it and multiplies by it; on an accelerator it is one
+    # kernel (fused_dropout_kernel, Dropout.cu).
+    _mask: Callable[[], Tensor | None] = field(default=lambda: None, init=False)
 
     def mark(self) -> None:
         """Begin the next list."""

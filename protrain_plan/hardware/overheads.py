@@ -4,7 +4,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,7 +94,7 @@ def measure_overheads(
     case = _Case(Activations(tier=tier), Placement(tier=tier))
     plain, planned = case.layers(_MATRICES, device), case.layers(_MATRICES, device)
     factory = optimizer_factory(optimizer)
-    clock = _LaunchingClock(device)
+    clock = _LaunchingClock(torch.ones(_LAYER_WIDTH, _LAYER_WIDTH, device=device))
     plain_stepper = factory(plain.parameters())
     plan = case.plan(planned, device)
     model, stepper = prepare(
@@ -198,7 +198,8 @@ def measure_launches(device: torch.device) -> tuple[MoveLaunch, ...]:
 
 def _launch_seconds(matrices: int, device: torch.device) -> dict[LaunchKind, float]:
     """Seconds of a move, by kind, of layers with so many parameters."""
-    factory, clock = optimizer_factory(DEFAULT_OPTIMIZER), _LaunchingClock(device)
+    factory = optimizer_factory(DEFAULT_OPTIMIZER)
+    clock = _LaunchingClock(torch.ones(_LAYER_WIDTH, _LAYER_WIDTH, device=device))
     passes: dict[str, float] = {}  # of a layer, beyond plain PyTorch's forward and backward
     updates: dict[str, float] = {}
     for name, case in _CASES.items():
@@ -225,17 +226,17 @@ def _launch_seconds(matrices: int, device: torch.device) -> dict[LaunchKind, flo
     }
 
 
+@dataclass(eq=False)
 class _LaunchingClock:
     """Processor seconds of a model's threads: this one, and autograd's on a device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._threads = {threading.get_ident()}
-        self._tokens = torch.ones(_LAYER_WIDTH, _LAYER_WIDTH, device=device)
+    tokens: torch.Tensor
+    _threads: set[int] = field(default_factory=lambda: {threading.get_ident()}, init=False)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
         """Seconds of a step's forward and backward, and of the optimizer's part."""
         start = self._seconds()
-        loss = model(self._tokens)
+        loss = model(self.tokens)
         # Autograd calls the hook in the thread that runs backward on the device.
         loss.register_hook(lambda _: self._threads.add(threading.get_ident()))
         loss.backward()

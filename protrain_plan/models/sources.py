@@ -9,9 +9,9 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -251,6 +251,7 @@ _SHARE_OF_FREE_MEMORY = 0.5
 """For a model built only to see its batches; batches may take as much."""
 
 
+@dataclass(eq=False)
 class FactorySource:
     """`package.module:factory`: the user's function returns (module, iterable of batches).
 
@@ -260,12 +261,12 @@ class FactorySource:
 
     model_config = ""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._factory = imported(name)
-        self._data: tuple[int, Iterable[object]] | None = None  # of the last build: seed, batches
-        self.mixed: torch.dtype | None = None
-        """The dtype of most bytes in a mixed model: its tensors keep their own."""
+    name: str
+    factory: Callable[[], object]
+    # Of the last build: seed, batches.
+    _data: tuple[int, Iterable[object]] | None = field(default=None, init=False)
+    mixed: torch.dtype | None = field(default=None, init=False)
+    """The dtype of most bytes in a mixed model: its tensors keep their own."""
 
     def build(self, workload: Workload, *, device: torch.device | str = "cpu") -> nn.Module:
         """The factory's model in train mode, with its adapter, quantised on request.
@@ -318,7 +319,7 @@ class FactorySource:
 
     def _made(self, seed: int) -> tuple[nn.Module, Iterable[object]]:
         try:
-            inspect.signature(self._factory).bind()
+            inspect.signature(self.factory).bind()
         except TypeError as error:
             raise ProtrainError(
                 f"the factory cannot be called without arguments: {error}",
@@ -326,7 +327,7 @@ class FactorySource:
                 fix="give its arguments defaults, or name a function without any that calls it",
             ) from None
         with seeded(seed):
-            made = self._factory()
+            made = self.factory()
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise ProtrainError(
                 f"the factory returned {type(made).__name__}, not (nn.Module, batches)",
@@ -375,7 +376,7 @@ def load_source(model: str, *, model_config: str = "") -> ModelSource:
     if config is not None:
         return ConfigSource(model if model_config else known_model(model), config)
     if is_factory(model):
-        return FactorySource(model)
+        return FactorySource(model, imported(model))
     near = near_names(model)
     known = f"did you mean {' or '.join(near)}?" if near else "protrain models lists the presets"
     raise ProtrainError(

@@ -19,11 +19,6 @@ from protrain_plan.profiling.tally import Tally, dumps_tally, loads_tally
 from protrain_runtime.contract.errors import RecordError
 from protrain_runtime.contract.records.profile import Profile, Workload
 
-_LIBRARIES = ("torch", "transformers")
-_OPTIONAL = ("peft", "accelerate", "bitsandbytes", "numpy", "kernels")
-_SETTINGS = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
-"""Prefixes of environment variables that may change libraries' results."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateRequest:
@@ -68,8 +63,10 @@ def _names_code(value: object) -> bool:
 class EstimateCache(Kept):
     """Cached estimates and fingerprints."""
 
-    def __init__(self, *, off: bool = False) -> None:
-        super().__init__("estimates", _LIBRARIES, _OPTIONAL, _SETTINGS, off=off)
+    name = "estimates"
+    libraries = ("torch", "transformers")
+    optional = ("peft", "accelerate", "bitsandbytes", "numpy", "kernels")
+    settings = ("TORCH", "PYTORCH", "TRANSFORMERS", "CUBLAS", "PEFT", "BNB")
 
     def fingerprint(self, question: EstimateRequest) -> str | None:
         """The fingerprint of the question's model; None if unknown."""

@@ -346,10 +346,10 @@ def test_a_batch_is_seen_without_memory_for_the_model() -> None:
     """In a process that cannot build the model."""
     program = f"""
 import resource
-from protrain_plan.models.sources import FactorySource
+from protrain_plan.models.sources import load_source
 from protrain_runtime.devices.memory_meter import process_memory
 from tests.support.estimates import batches_of, model_of
-source = FactorySource("{__file__}:large")
+source = load_source("{__file__}:large")
 limit = process_memory().data_bytes + 160 * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 print(tuple(next(batches_of(source)).shape))

@@ -45,7 +45,7 @@ def numbers(layout: Layout) -> list[Counter[int]]:
 def test_a_layout_beyond_the_budgets_is_repaired(device: int, host: int) -> None:
     problem = problem_of(device * MB, host * MB)
     counting = Counting(problem, window=2)
-    descent = Descent(problem, Evaluator(problem), counting.relax(), seed=0)
+    descent = Descent(problem, Evaluator(problem), counting.relax(), random.Random(0))
     swaps = tuple(
         (
             Row(((min(5, len(o.activations) - 1), len(units)),)),
@@ -64,7 +64,9 @@ def test_a_layout_beyond_the_budgets_is_repaired(device: int, host: int) -> None
 
 def test_other_orders_have_the_same_numbers_and_are_taken_where_the_walk_is_faster() -> None:
     problem = problem_of()
-    descent = Descent(problem, Evaluator(problem), Counting(problem, window=2).relax(), seed=0)
+    descent = Descent(
+        problem, Evaluator(problem), Counting(problem, window=2).relax(), random.Random(0)
+    )
     changed = 0
     for layout in filter(None, map(descent.repaired, layouts_near(problem, amounts_of(problem)))):
         for group, pair in enumerate(layout):
@@ -88,7 +90,7 @@ def test_steps_downhill_find_a_plan_within_the_budgets_that_is_no_slower() -> No
     problem = problem_of()
     counting = Counting(problem, window=2)
     evaluator = Evaluator(problem)
-    descent = Descent(problem, evaluator, counting.relax(), seed=0)
+    descent = Descent(problem, evaluator, counting.relax(), random.Random(0))
     layouts = [descent.repaired(one) for one in layouts_near(problem, amounts_of(problem))]
     start = next(layout for layout in layouts if layout)
     first = evaluator.evaluate(choice_of(problem, start), paces=(descent.pace,))

@@ -87,7 +87,7 @@ def test_another_installation_has_no_answer(
         if what == "ours":
             monkeypatch.setattr(kept_files, "_digest_of_files", lambda _: "another one")
         elif what == "libraries":
-            monkeypatch.setattr(estimate_cache, "_OPTIONAL", ("yaml",))
+            monkeypatch.setattr(EstimateCache, "optional", ("yaml",))
         else:
             monkeypatch.setenv("TORCH_SOMETHING", "1")
         assert EstimateCache().tally(question) is None

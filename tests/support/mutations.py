@@ -151,7 +151,7 @@ AMONG_RANKS_TEST = "tests/ranks/test_ordering_ranks.py::test_scenarios_hold"
 ON_A_DEVICE = read("""
 runtime/protrain_runtime/devices/lanes.py::StreamTicket.wait
 = compute reads a buffer before the copy to it has ended
-- devices.current_stream(self._device).wait_event(self._end())
+- devices.current_stream(self.device).wait_event(self._end())
 + self._end()
 @ from_host_with_late_lanes
 runtime/protrain_runtime/devices/lanes.py::ThreadTicket.wait
@@ -296,11 +296,11 @@ runtime/protrain_runtime/devices/stores.py::HostStore.write
 + self.view(offset, source.numel()).copy_(source, non_blocking=True)
 @ loaded_and_read
 = an evaluation that runs still computes with what is loaded after it
-- devices.synchronize(self._backend.device)
+- devices.synchronize(self.backend.device)
 @ evaluated_then_loaded
 runtime/protrain_runtime/devices/stores.py::HostStore.close
 = host memory is unpinned under a copy
-- devices.synchronize(self._backend.device)
+- devices.synchronize(self.backend.device)
 @ evaluated_then_dropped
 runtime/protrain_runtime/devices/stores.py::_Passage.down
 = a part goes to the file before the device has written it

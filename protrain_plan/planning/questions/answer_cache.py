@@ -18,8 +18,8 @@ from protrain_runtime.contract.errors import RecordError
 class AnswerCache(Kept):
     """Answers by question and by `asked`: the objective and the effort, as texts."""
 
-    def __init__(self, *, off: bool = False) -> None:
-        super().__init__("answers", ("highspy", "pulp"), off=off)
+    name = "answers"
+    libraries = ("highspy", "pulp")
 
     def answer(self, question: Question, *asked: object) -> Answer | None:
         """A cached answer; None if unknown."""

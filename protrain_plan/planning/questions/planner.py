@@ -21,6 +21,7 @@ All these problems are of the same devices and budgets. The first has the fewest
 the least memory.
 """
 
+import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -365,7 +366,8 @@ class _Planning:
     @cached_property
     def descent(self) -> Descent:
         """The descent, which remembers tried layouts."""
-        return Descent(self.problem, self.evaluator, self.prices, self.effort.seed)
+        order = random.Random(self.effort.seed)
+        return Descent(self.problem, self.evaluator, self.prices, order)
 
     def _find_bound(self) -> None:
         self.bound = max(self.bound, self.prices.bound)

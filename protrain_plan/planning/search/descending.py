@@ -6,6 +6,7 @@ lack it.
 """
 
 import random
+from dataclasses import dataclass, field
 from itertools import product
 from math import ceil, inf
 from typing import NamedTuple
@@ -52,15 +53,18 @@ class _Need(NamedTuple):
     beyond: int
 
 
+@dataclass(eq=False)
 class Descent:
     """A search of one problem; `evaluator` keeps what is simulated, and counts it."""
 
-    def __init__(self, problem: Problem, evaluator: Evaluator, prices: Prices, seed: int) -> None:
-        self.problem, self.evaluator, self.prices = problem, evaluator, prices
-        self.order = random.Random(seed)
-        self.num_walks = 0.0
-        self.pace: Pace = PLAIN
-        self._differences: dict[object, float] = {}  # of options, in bytes at a place
+    problem: Problem
+    evaluator: Evaluator
+    prices: Prices
+    order: random.Random
+    num_walks: float = 0.0
+    pace: Pace = PLAIN
+    # Of options, in bytes at a place.
+    _differences: dict[object, float] = field(default_factory=dict[object, float], init=False)
 
     def walked(self, choice: Choice, within_s: float = inf) -> float:
         """About the seconds of a choice; infinity where it has no room, or takes no less."""

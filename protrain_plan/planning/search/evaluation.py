@@ -1,6 +1,7 @@
 """Seconds of decisions: the fastest of several schedules, by the simulator."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf, isinf
 from typing import NamedTuple
@@ -28,13 +29,16 @@ class Evaluation(NamedTuple):
     plans: tuple[UnitPlan, ...]
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Simulates schedules of one problem, each at most once; when `stopped`, none any more."""
 
-    def __init__(self, problem: Problem, stopped: Stopped = lambda: False) -> None:
-        self.problem, self.stopped = problem, stopped
-        self.num_simulations = 0
-        self._seen: dict[Choice, dict[tuple[Schedule, ...], Evaluation]] = {}
+    problem: Problem
+    stopped: Stopped = lambda: False
+    num_simulations: int = 0
+    _seen: dict[Choice, dict[tuple[Schedule, ...], Evaluation]] = field(
+        default_factory=dict[Choice, dict[tuple[Schedule, ...], Evaluation]], init=False
+    )
 
     @cached_property
     def pacer(self) -> Pacer:

@@ -31,17 +31,17 @@ class Packed:
     tensor: torch.Tensor
 
 
+@dataclass(eq=False)
 class TrackedStorage:
     """A storage and its holders: autograd, through packed tensors, or others.
 
     Only weakly referenced here, so that it dies when all holders release it.
     """
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.key = storage._cdata
-        self.num_bytes = storage.nbytes()
-        self.alive = StorageWeakRef(storage)  # keeps its identity from reuse
-        self._packed: list[ref[Packed]] = []
+    key: int
+    num_bytes: int
+    alive: StorageWeakRef  # keeps its identity from reuse
+    _packed: list[ref[Packed]] = field(default_factory=list[ref[Packed]], init=False)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         held = Packed(tensor.detach())  # the tensor itself would keep the graph alive that holds it
@@ -68,9 +68,10 @@ class TrackedStorages(dict[int, TrackedStorage]):
     def of(self, tensor: torch.Tensor) -> TrackedStorage:
         """The tensor's storage, the first one of a sparse tensor."""
         storage = next(strided_parts([tensor])).untyped_storage()
-        if storage._cdata not in self:
-            self[storage._cdata] = TrackedStorage(storage)
-        return self[storage._cdata]
+        key = storage._cdata
+        if key not in self:
+            self[key] = TrackedStorage(key, storage.nbytes(), StorageWeakRef(storage))
+        return self[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -118,12 +119,15 @@ def recomputed(forward: Code, module: nn.Module, twice: Code) -> Code:
     return run
 
 
+@dataclass(eq=False)
 class Draws:
     """Random numbers that one forward draws: `first` goes around it, `again` around the next."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules  # of a block, itself included
-        self._drawn: list[tuple[Source, State]] = []  # with the states before the first run
+    modules: Sequence[nn.Module]  # of a block, itself included
+    _drawn: list[tuple[Source, State]] = field(
+        default_factory=list[tuple[Source, State]], init=False
+    )
+    """Sources with their states before the first run."""
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -132,7 +136,7 @@ class Draws:
         sources: list[Source] = [(random.getstate, random.setstate)]
         if numpy is not None:
             sources.append(_of_numpy(numpy.random.mtrand._rand, numpy))
-        for held in generators(self._modules):
+        for held in generators(self.modules):
             if isinstance(held, random.Random):
                 sources.append((held.getstate, held.setstate))
             elif isinstance(held, torch.Generator):

@@ -16,6 +16,7 @@ modules.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -48,12 +49,12 @@ def tiled(forward: Code, module: nn.Module) -> Code:
     return recomputed(run, module, run_twice)
 
 
+@dataclass(eq=False)
 class _Mlps:
     """A block's MLPs, found at the first call of each candidate."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._found: dict[nn.Module, bool] = {}
+    block: nn.Module
+    _found: dict[nn.Module, bool] = field(default_factory=dict[nn.Module, bool], init=False)
 
     @cached_property
     def _candidates(self) -> list[nn.Module]:
@@ -63,8 +64,8 @@ class _Mlps:
         """
         return [
             module
-            for module in self._block.modules()
-            if module is not self._block
+            for module in self.block.modules()
+            if module is not self.block
             and len(list(module.modules())) > 2
             and sum(parameter.dim() == 2 for parameter in module.parameters()) > 1
         ]

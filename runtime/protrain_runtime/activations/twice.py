@@ -9,6 +9,7 @@ backward within the forward, which a plan refuses.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -48,14 +49,12 @@ class Saved(torch.autograd.Function):
         return torch.empty_like(anchor)
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Slot:
     """The place of one saved tensor, which autograd owns."""
 
-    __slots__ = ("__weakref__", "run", "value")
-
-    def __init__(self, run: "_Run") -> None:
-        self.run = run
-        self.value: torch.Tensor | None = None
+    run: "_Run"
+    value: torch.Tensor | None = None
 
 
 def _unpack(slot: Any) -> torch.Tensor:

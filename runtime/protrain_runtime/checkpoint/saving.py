@@ -8,8 +8,9 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -141,7 +142,7 @@ def save(
             return None
         assert ranks is not None
         ranks.checkpoint_group()  # made here, where all ranks are
-        _beside[ranks] = Saving(write)
+        _beside[ranks] = Saving(ThreadPoolExecutor(1, "protrain saves").submit(write))
         return _beside[ranks]
 
 
@@ -388,21 +389,21 @@ def on_each(ranks: Ranks | None, act: Callable[[], T], directory: Path) -> list[
     return [result for result, _ in found]
 
 
+@dataclass(eq=False)
 class Saving:
     """A save that runs beside training. `wait` raises its error."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.reported = False  # `wait` raised its error
-        self._work = ThreadPoolExecutor(1, "protrain saves").submit(work)
+    work: Future[None]
+    reported: bool = False  # `wait` raised its error
 
     def done(self) -> bool:
         """Whether it has ended, successfully or not."""
-        return self._work.done()
+        return self.work.done()
 
     def wait(self) -> None:
         """Wait until the checkpoint is complete; raises if it failed."""
-        self.reported = self._work.exception() is not None
-        self._work.result()
+        self.reported = self.work.exception() is not None
+        self.work.result()
 
 
 _beside: WeakKeyDictionary[Ranks, Saving] = WeakKeyDictionary()

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -86,48 +87,47 @@ class ThreadTicket:
             raise LaneError(f"{failed}: {cause}") from cause
 
 
+@dataclass(eq=False)
 class StreamTicket:
     """The end of work on a stream: an event, once the work is submitted."""
 
-    def __init__(
-        self, what: str, lane: str, device: torch.device, limit_s: float, *, by_thread: bool
-    ) -> None:
-        self._what, self._lane, self._limit_s = what, lane, limit_s
-        self._device = device
-        self._event: torch.Event | None = None
-        # If the lane's thread submits the work.
-        self._issue = ThreadTicket(what, lane, limit_s) if by_thread else None
+    what: str
+    lane: str
+    device: torch.device
+    limit_s: float
+    submitted: ThreadTicket | None  # if the lane's thread submits the work
+    _event: torch.Event | None = field(default=None, init=False)
 
     def issue(self, event: torch.Event | None, error: BaseException | None = None) -> None:
         """Called by the lane, once: `event` follows the work, or the work failed."""
         self._event = event
-        if self._issue is not None:
-            self._issue.finish(error)
+        if self.submitted is not None:
+            self.submitted.finish(error)
 
     def issued(self) -> bool:
         """See `ThreadTicket.issued`."""
-        return self._issue is None or self._issue.issued()
+        return self.submitted is None or self.submitted.issued()
 
     def wait(self) -> None:
-        devices.current_stream(self._device).wait_event(self._end())
+        devices.current_stream(self.device).wait_event(self._end())
 
     def synchronize(self) -> None:
         # The event's own `synchronize` has no limit. Naps grow to a twentieth of the wait.
         event = self._end()
-        with devices.current(self._device):
+        with devices.current(self.device):
             if event.query():
                 return
             start = time.perf_counter()
             while not event.query():
                 waited = time.perf_counter() - start
-                if waited > self._limit_s:
-                    raise _too_late(self._what, self._lane, self._limit_s)
+                if waited > self.limit_s:
+                    raise _too_late(self.what, self.lane, self.limit_s)
                 time.sleep(min(LONGEST_NAP_S, waited / 20))
 
     def _end(self) -> torch.Event:
         if self._event is None:
-            assert self._issue is not None
-            self._issue.synchronize()
+            assert self.submitted is not None
+            self.submitted.synchronize()
         assert self._event is not None
         return self._event
 
@@ -349,7 +349,8 @@ class StreamLane:
         if self._waiting is not None and self._waiting.issued():
             self._waiting = None
         now = self._waiting is None and all(other.issued() for other in after)
-        ticket = StreamTicket(what, self.name, self._device, self._limit_s, by_thread=not now)
+        by_thread = None if now else ThreadTicket(what, self.name, self._limit_s)
+        ticket = StreamTicket(what, self.name, self._device, self._limit_s, by_thread)
         if now:
             ticket.issue(self._issue(item))
             return ticket
@@ -535,6 +536,7 @@ def nothing() -> None:
     """Work that does nothing: it ends after all earlier work."""
 
 
+@dataclass(eq=False)
 class Buffers:
     """Makes buffers on the device, reusing those given up at a slot's boundary.
 
@@ -545,20 +547,19 @@ class Buffers:
     caches blocks itself.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._spare: list[torch.Tensor] = []
+    backend: Backend
+    _spare: list[torch.Tensor] = field(default_factory=list[torch.Tensor], init=False)
 
     def new(self, num_bytes: int) -> torch.Tensor:
         """A buffer of that size, with any content.  # uint8 [num_bytes]"""
         for place, buffer in enumerate(self._spare):
             if buffer.numel() == num_bytes:
                 return self._spare.pop(place)
-        return self._backend.empty(num_bytes)
+        return self.backend.empty(num_bytes)
 
     def give_up(self, buffers: Iterable[torch.Tensor]) -> None:
         """Reuse these buffers, except those that are still referenced elsewhere."""
-        if self._backend.on_host:
+        if self.backend.on_host:
             self._spare += [buffer for buffer in buffers if not is_held(buffer)]
 
     def keep_for(self, sizes: Iterable[int]) -> None:

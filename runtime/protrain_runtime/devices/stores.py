@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ MANY_VIEWS = 10_000
 """Most cached views of a store."""
 
 
+@dataclass(eq=False)
 class HostStore:
     """A tier in host memory. Every reservation is a buffer of exactly its size.
 
@@ -40,16 +42,20 @@ class HostStore:
     side may be freed, nor the host's be read.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self._empty = backend, backend.empty_host
-        self._starts: list[int] = []  # of the buffers, ascending
-        self._buffers: list[torch.Tensor] = []  # uint8 [bytes]
-        self._views: dict[tuple[int, int], torch.Tensor] = {}  # by offset and bytes
-        self.num_bytes = 0  # the store's end
+    backend: Backend
+    _starts: list[int] = field(default_factory=list[int], init=False)  # of the buffers, ascending
+    _buffers: list[torch.Tensor] = field(
+        default_factory=list[torch.Tensor], init=False
+    )  # uint8 [bytes]
+    _views: dict[tuple[int, int], torch.Tensor] = field(
+        default_factory=dict[tuple[int, int], torch.Tensor], init=False
+    )
+    """By offset and bytes."""
+    num_bytes: int = field(default=0, init=False)  # the store's end
 
     def reserve(self, num_bytes: int) -> int:
         """Reserve `num_bytes` more; returns the offset. ProtrainError if there is no room."""
-        return self.hold(self._empty(num_bytes))
+        return self.hold(self.backend.empty_host(num_bytes))
 
     def hold(self, buffer: torch.Tensor) -> int:
         """Take an existing buffer as a reservation; returns its offset.  # uint8 [bytes]"""
@@ -80,7 +86,7 @@ class HostStore:
         # A copy from here may still run, for an evaluation whose output was not read: the device's
         # own copies queue behind it, the host's would not.
         if devices.on_host(source.device):
-            devices.synchronize(self._backend.device)
+            devices.synchronize(self.backend.device)
         self.view(offset, source.numel()).copy_(source)
 
     def read(self, offset: int, target: torch.Tensor) -> None:
@@ -97,7 +103,7 @@ class HostStore:
 
     def close(self) -> None:
         """Free everything; transfers have ended before."""
-        devices.synchronize(self._backend.device)  # pages stay pinned during copies
+        devices.synchronize(self.backend.device)  # pages stay pinned during copies
         self._starts.clear()
         self._buffers.clear()
         self._views.clear()
@@ -106,29 +112,26 @@ class HostStore:
 class DeviceStore(HostStore):
     """Shards on the device itself. Every reservation is a buffer of exactly its size."""
 
-    def __init__(self, backend: Backend) -> None:
-        super().__init__(backend)
-        self._empty = backend.empty
+    def reserve(self, num_bytes: int) -> int:
+        return self.hold(self.backend.empty(num_bytes))
 
 
+@dataclass(eq=False)
 class CommonStore(HostStore):
     """Host memory that `count` processes share, in an unnamed file; only `write` changes it."""
 
-    def __init__(self, backend: Backend, descriptor: int, num_bytes: int, count: int) -> None:
-        super().__init__(backend)
-        self._descriptor = descriptor
-        self.part_bytes = -(-num_bytes // count)  # this process's
-        self.hold(backend.map_common(descriptor, num_bytes))
+    descriptor: int
+    part_bytes: int  # this process's
 
     def write(self, offset: int, source: torch.Tensor) -> None:
         values = memory_of(source.cpu())
         while values:
-            written = os.pwrite(self._descriptor, values, offset)
+            written = os.pwrite(self.descriptor, values, offset)
             offset, values = offset + written, values[written:]
 
     def close(self) -> None:
         if self._buffers:
-            os.close(self._descriptor)
+            os.close(self.descriptor)
         super().close()
 
 
@@ -298,13 +301,14 @@ def do_all(works: Sequence[Callable[[], None]]) -> None:
         work()
 
 
+@dataclass(eq=False)
 class SplitStore(HostStore):
     """Host memory and disk as one store: updates use host memory, `reads` both."""
 
-    def __init__(self, backend: Backend, near: Store, far: Store) -> None:
-        super().__init__(backend)
-        self._stores = near, far
-        self._places: list[tuple[Store, int]] = []  # by range: stores, and offsets there
+    near: Store
+    far: Store
+    # By range: stores, and offsets there.
+    _places: list[tuple[Store, int]] = field(default_factory=list[tuple[Store, int]], init=False)
 
     def reserve(self, num_bytes: int) -> int:
         return self.reserve_ranges([(num_bytes, False)])
@@ -313,14 +317,13 @@ class SplitStore(HostStore):
         """Reserve consecutive ranges by bytes and whether on disk; returns the first's offset."""
         first = self.num_bytes
         sizes = [sum(size for size, far in ranges if far == on_disk) for on_disk in (False, True)]
-        offsets = [
-            store.reserve(s) if s else 0 for store, s in zip(self._stores, sizes, strict=True)
-        ]
+        stores = self.near, self.far
+        offsets = [store.reserve(s) if s else 0 for store, s in zip(stores, sizes, strict=True)]
         before: bool | None = None
         for size, far in ranges:
             if far != before:  # neighbours in the same store are one range
                 self._starts.append(self.num_bytes)
-                self._places.append((self._stores[far], offsets[far]))
+                self._places.append((stores[far], offsets[far]))
             before = far
             offsets[far] += size
             self.num_bytes += size
@@ -346,7 +349,7 @@ class SplitStore(HostStore):
         works = [
             copies(store, own, writes=False)
             for store, own in self.divided(pairs).items()
-            if tier in (None, "disk" if store is self._stores[1] else "host")
+            if tier in (None, "disk" if store is self.far else "host")
         ]
         return partial(do_all, works)
 
@@ -374,27 +377,30 @@ TIERS: dict[StateTier, Callable[[Backend, Path, bool], Store]] = {
 """A factory per tier: a new tier is one entry."""
 
 
+@dataclass(eq=False)
 class Stores:
     """One store per tier, opened at first use."""
 
-    def __init__(self, backend: Backend, directory: Path, *, cached: bool = False) -> None:
-        self._backend, self._directory, self._cached = backend, directory, cached
-        self._stores: dict[StateTier, Store] = {}
-        self._common: CommonStore | None = None
+    backend: Backend
+    directory: Path
+    cached: bool = False
+    _stores: dict[StateTier, Store] = field(default_factory=dict[StateTier, Store], init=False)
+    _common: CommonStore | None = field(default=None, init=False)
 
     def get(self, tier: StateTier) -> Store:
         if tier not in self._stores:
-            self._stores[tier] = TIERS[tier](self._backend, self._directory, self._cached)
+            self._stores[tier] = TIERS[tier](self.backend, self.directory, self.cached)
         return self._stores[tier]
 
     @cached_property
     def split(self) -> SplitStore:
         """Host memory and disk as one store."""
-        return SplitStore(self._backend, self.get("host"), self.get("disk"))
+        return SplitStore(self.backend, self.get("host"), self.get("disk"))
 
     def share(self, descriptor: int, num_bytes: int, count: int) -> CommonStore:
         """Map the memory of a file that `count` processes share."""
-        self._common = CommonStore(self._backend, descriptor, num_bytes, count)
+        self._common = CommonStore(self.backend, descriptor, -(-num_bytes // count))
+        self._common.hold(self.backend.map_common(descriptor, num_bytes))
         return self._common
 
     @property

@@ -12,6 +12,7 @@ that need either are refused there.
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -29,6 +30,7 @@ class ThreadGuardError(ProtrainError, RuntimeError):
     """The model belongs to another thread or process now."""
 
 
+@dataclass(eq=False)
 class ThreadGuard:
     """`graph_lives`: whether a backward may still come through the last forward.
 
@@ -36,16 +38,17 @@ class ThreadGuard:
     dropped crashes.
     """
 
-    def __init__(self, graph_lives: Callable[[], bool]) -> None:
-        self._process = forks()
-        self._graph_lives = graph_lives
-        # The current holder. A dict, whose `setdefault` is atomic: a lock could be held by another
-        # thread at a fork.
-        self._now: dict[None, tuple[threading.Thread, str]] = {}
-        self._step_of: threading.Thread | None = None
-        self.stepped = True  # the last step's `optimizer.step()` has ended
-        self.gradients = False  # a backward has left some, not dropped yet
-        self.num_steps = 0  # training forwards begun
+    graph_lives: Callable[[], bool]
+    _process: int = field(default_factory=forks, init=False)
+    # The current holder. A dict, whose `setdefault` is atomic: a lock could be held by another
+    # thread at a fork.
+    _now: dict[None, tuple[threading.Thread, str]] = field(
+        default_factory=dict[None, tuple[threading.Thread, str]], init=False
+    )
+    _step_of: threading.Thread | None = field(default=None, init=False)
+    stepped: bool = True  # the last step's `optimizer.step()` has ended
+    gradients: bool = False  # a backward has left some, not dropped yet
+    num_steps: int = 0  # training forwards begun
 
     @property
     def forked(self) -> bool:
@@ -76,7 +79,7 @@ class ThreadGuard:
         """Whether another thread's step is under way."""
         if self.stepped or not self._is_another(self._step_of):
             return False
-        return self._graph_lives() or self.gradients
+        return self.graph_lives() or self.gradients
 
     def _is_another(self, thread: threading.Thread | None) -> bool:
         """Whether a thread is not this one, and may continue what it has begun."""

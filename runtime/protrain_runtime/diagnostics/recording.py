@@ -116,19 +116,20 @@ def _meter(model: nn.Module, device: torch.device, *, besides_bytes: int = 0) ->
     return MemoryMeter(device, start_bytes=start - besides_bytes, standing=standing)
 
 
+@dataclass(eq=False)
 class Recorder:
     """The record of the last complete step in `record`."""
 
-    def __init__(self, times: StepTimes, plan: Plan) -> None:
-        self._times, self._plan = times, plan
+    times: StepTimes
+    plan: Plan
 
     def recording(self, *, slot_bytes: Sequence[int] = ()) -> Recording:
         """The step's slots and moves, with measured `slot_bytes`; RuntimeError without a step."""
-        if self._times.last is None:
+        if self.times.last is None:
             raise RuntimeError("nothing was recorded: no step has ended")
-        events, step_seconds = self._times.last
+        events, step_seconds = self.times.last
         return Recording(
-            plan_fingerprint=fingerprint(self._plan),
+            plan_fingerprint=fingerprint(self.plan),
             step_seconds=step_seconds,
             events=events,
             slot_bytes=tuple(slot_bytes),

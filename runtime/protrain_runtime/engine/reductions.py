@@ -48,18 +48,24 @@ class _Sum:
         return [p for p, n in zip(self.parts, self.counts.tolist(), strict=True) if not n]
 
 
+@dataclass(eq=False)
 class Reductions:
     """The sums of a program that runs on several ranks."""
 
-    def __init__(self, program: Program, ranks: Ranks, backend: Backend) -> None:
-        self._settings, self._device = program.settings, program.device
-        self._ranks, self._backend = ranks, backend
-        self._sums: dict[int, _Sum] = {}
-        self._whole: list[_Sum] = []  # of persistent chunks: given to parameters last
-        # By unit and group: this rank's shard of a sum, on its way to its optimizer.
-        self._leaving: dict[tuple[int, int], torch.Tensor] = {}
-        # Likewise for sums of earlier micro-batches.
-        self._added: dict[tuple[int, int], torch.Tensor] = {}
+    program: Program
+    ranks: Ranks
+    backend: Backend
+    _sums: dict[int, _Sum] = field(default_factory=dict[int, _Sum], init=False)
+    # Of persistent chunks: given to parameters last.
+    _whole: list[_Sum] = field(default_factory=list[_Sum], init=False)
+    # By unit and group: this rank's shard of a sum, on its way to its optimizer.
+    _leaving: dict[tuple[int, int], torch.Tensor] = field(
+        default_factory=dict[tuple[int, int], torch.Tensor], init=False
+    )
+    # Likewise for sums of earlier micro-batches.
+    _added: dict[tuple[int, int], torch.Tensor] = field(
+        default_factory=dict[tuple[int, int], torch.Tensor], init=False
+    )
 
     def clear(self) -> None:
         """Forget the sums of an abandoned step."""
@@ -75,18 +81,18 @@ class Reductions:
         for index, part in enumerate(parts):
             gradient = chunk.gradients.pop(part.name, None)
             if gradient is None:
-                flat = self._backend.empty(part.num_bytes).view(part.dtype).zero_()
+                flat = self.backend.empty(part.num_bytes).view(part.dtype).zero_()
             else:
                 flat = flat_storage_order(dense(gradient, part.stride))
-                flat.mul_(1.0 / self._ranks.count)
+                flat.mul_(1.0 / self.ranks.count)
             gradients[index] = flat
         total = self._sums[number] = _Sum(gradients, parts, present, self._counts(present))
         summed = (total.counts, *gradients.values())
-        return partial(do_all, [partial(self._ranks.all_reduce, each) for each in summed])
+        return partial(do_all, [partial(self.ranks.all_reduce, each) for each in summed])
 
     def _counts(self, present: Sequence[bool]) -> torch.Tensor:
         # Not from a list: the host would wait for its copy.
-        counts = torch.ones(len(present), dtype=torch.int32, device=self._backend.device)
+        counts = torch.ones(len(present), dtype=torch.int32, device=self.backend.device)
         for index in (index for index, there in enumerate(present) if not there):
             counts[index].zero_()
         return counts
@@ -101,14 +107,14 @@ class Reductions:
             trainable = [part for part in group.slices if part.trainable]
             if not trainable:
                 continue
-            buffer = self._backend.empty(group.gradient_bytes)
+            buffer = self.backend.empty(group.gradient_bytes)
             for part in trainable:
                 gradient = chunk.gradients.pop(part.name, None)
                 if gradient is None:
                     part.flat(buffer).zero_()
                 else:
                     source = flat_storage_order(dense(gradient, part.stride))
-                    torch.mul(source, 1.0 / self._ranks.count, out=part.flat(buffer))
+                    torch.mul(source, 1.0 / self.ranks.count, out=part.flat(buffer))
                 parts.append(part)
                 present.append(gradient is not None or part.name in chunk.offloaded_gradients)
             buffers[number] = buffer.view(trainable[0].dtype)
@@ -147,12 +153,12 @@ class Reductions:
     ) -> Work:
         """Reduce a share of a chunk's gradients to this rank's shard."""
         assert not states.is_persistent and chunk.sharding is not None
-        own, settings, ranks = chunk.own, self._settings, self._ranks
+        own, settings, ranks = chunk.own, self.program.settings, self.ranks
         total = self._collect(chunk, chunk.gradient_groups_in(move.share))
         self._sums[number] = total
-        spills = updating and gradient_home(states, settings, self._device) == "host"
+        spills = updating and gradient_home(states, settings, self.program.device) == "host"
         before = total.before = dict(chunk.offloaded_gradients)
-        held = DeviceStore(self._backend)
+        held = DeviceStore(self.backend)
         shards: dict[int, torch.Tensor] = {}
         adding: set[int] = set()  # groups
         places: dict[int, tuple[Store, int]] = {}
@@ -160,7 +166,7 @@ class Reductions:
             start, num_bytes = chunk.sharding.gradient_range(group)
             shard = self._added.pop((move.unit, group), None)
             if shard is None:
-                shard = self._backend.empty(num_bytes)
+                shard = self.backend.empty(num_bytes)
             else:
                 adding.add(group)
             shards[group] = shard
@@ -175,7 +181,7 @@ class Reductions:
         norms = None
         if settings.updates == "after backward" and total.parts:
             dtype = total.parts[0].dtype
-            norms = torch.zeros(len(total.parts), dtype=dtype, device=self._backend.device)
+            norms = torch.zeros(len(total.parts), dtype=dtype, device=self.backend.device)
         mine = {part.name: part for part in own.slices}
         for index, part in enumerate(total.parts):
             local = mine.get(part.name)

@@ -10,6 +10,7 @@ step: its tensors are refilled and stay the same objects.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from protrain_runtime.states.compositions import (
 from protrain_runtime.states.stepping import by_value
 
 
+@dataclass(eq=False, repr=False)
 class PlannedStates(MutableMapping[Any, Any]):
     """The `state` of `prepare`'s optimizer, as in `torch.optim.Optimizer`.
 
@@ -34,14 +36,19 @@ class PlannedStates(MutableMapping[Any, Any]):
     backward has updated or is updating.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self._inner = inner
-        self.places: dict[Any, tuple[Chunk, Slice]] = {}  # of offloaded parameters
-        self._engine: Engine | None = None
-        self._loans: dict[Any, dict[str, Any]] = {}
-        # By parameter: its loan's contents at the start of a forward whose backward updates it.
-        self._noted: dict[Any, list[torch.Tensor]] = {}
-        self._shared = False  # ranks may hold loans, which they compare after each step
+    inner: torch.optim.Optimizer
+    # Of offloaded parameters.
+    places: dict[Any, tuple[Chunk, Slice]] = field(
+        default_factory=dict[Any, tuple[Chunk, Slice]], init=False
+    )
+    _engine: Engine | None = field(default=None, init=False)
+    _loans: dict[Any, dict[str, Any]] = field(default_factory=dict[Any, dict[str, Any]], init=False)
+    # By parameter: its loan's contents at the start of a forward whose backward updates it.
+    _noted: dict[Any, list[torch.Tensor]] = field(
+        default_factory=dict[Any, list[torch.Tensor]], init=False
+    )
+    # Ranks may hold loans, which they compare after each step.
+    _shared: bool = field(default=False, init=False)
 
     def attach(self, chunks: Sequence[Chunk], engine: Engine) -> None:
         """Serve parameters of offloaded chunks, between the engine's steps."""
@@ -57,7 +64,7 @@ class PlannedStates(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self.places:
-            return self._inner.state[key]
+            return self.inner.state[key]
         self._settle()
         if key not in self._loans:
             self._loans[key] = self._read(*self.places[key])
@@ -72,7 +79,7 @@ class PlannedStates(MutableMapping[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key not in self.places:
-            self._inner.state[key] = value
+            self.inner.state[key] = value
             return
         if not isinstance(value, dict):
             name = self.places[key][1].name
@@ -84,7 +91,7 @@ class PlannedStates(MutableMapping[Any, Any]):
 
     def __delitem__(self, key: Any) -> None:
         if key not in self.places:
-            del self._inner.state[key]
+            del self.inner.state[key]
             return
         if self._loans.pop(key, None) is None and key not in self:
             raise KeyError(self.places[key][1].name)
@@ -92,7 +99,7 @@ class PlannedStates(MutableMapping[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         if key not in self.places:
-            return key in self._inner.state
+            return key in self.inner.state
         self._settle()
         return key in self._loans or self.places[key][1].name in _scalars(self.places[key][0])
 
@@ -117,9 +124,9 @@ class PlannedStates(MutableMapping[Any, Any]):
     def __iter__(self) -> Iterator[Any]:
         """Parameters in the order of groups, then other keys."""
         self._settle()
-        grouped = [p for group in self._inner.param_groups for p in group["params"]]
+        grouped = [p for group in self.inner.param_groups for p in group["params"]]
         ordered = [key for key in grouped if key in self]
-        return iter([*ordered, *(key for key in self._inner.state if key not in set(ordered))])
+        return iter([*ordered, *(key for key in self.inner.state if key not in set(ordered))])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -196,7 +203,7 @@ class PlannedStates(MutableMapping[Any, Any]):
         device = part.parameter.device
         counts_there = any(
             group.get("fused") or group.get("capturable")
-            for group in self._inner.param_groups
+            for group in self.inner.param_groups
             if any(one is part.parameter for one in group["params"])
         )
         home = {**scalars, **states}

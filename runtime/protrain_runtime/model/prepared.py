@@ -8,7 +8,7 @@ show and accept the real values of offloaded parameters.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import local
 from typing import Any
@@ -277,6 +277,7 @@ def bring_back(chunk: Chunk) -> None:
     chunk.hollow.clear()
 
 
+@dataclass(eq=False)
 class _Listing(local):
     """Real values of offloaded parameters in state dicts, of the model or of a module in it.
 
@@ -284,23 +285,21 @@ class _Listing(local):
     its own listing: if another thread trains meanwhile, the state dict is refused.
     """
 
-    _top: ref[nn.Module] | None = None  # the model of the current state dict
-    _num_steps = 0  # steps begun by then
-
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: Engine,
-        offloaded: Mapping[nn.Parameter, tuple[Chunk, Slice]],
-    ) -> None:
-        self._model, self._engine, self._offloaded = ref(model), engine, offloaded
-        self._target: ref[Any] | None = None  # the current state dict
-        self._read: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+    model: ref[nn.Module]
+    engine: Engine
+    offloaded: Mapping[nn.Parameter, tuple[Chunk, Slice]]
+    # The model of the current state dict, and the steps begun by then.
+    _top: ref[nn.Module] | None = field(default=None, init=False)
+    _num_steps: int = field(default=0, init=False)
+    _target: ref[Any] | None = field(default=None, init=False)  # the current state dict
+    _read: WeakValueDictionary[str, torch.Tensor] = field(
+        default_factory=WeakValueDictionary[str, torch.Tensor], init=False
+    )
 
     def before(self, module: nn.Module, *_: object) -> None:
-        if self._top is None or module is self._model():
-            self._top, self._num_steps = ref(module), self._engine.thread_guard.num_steps
-        self._engine.settle("state_dict() was called")
+        if self._top is None or module is self.model():
+            self._top, self._num_steps = ref(module), self.engine.thread_guard.num_steps
+        self.engine.settle("state_dict() was called")
         for parameter in module._parameters.values():
             if parameter is not None:
                 let_list(parameter)
@@ -310,7 +309,7 @@ class _Listing(local):
             self._target = ref(state) if isinstance(state, OrderedDict) else None
             self._read.clear()
         for own, parameter in module._parameters.items():
-            found = self._offloaded.get(parameter) if parameter is not None else None
+            found = self.offloaded.get(parameter) if parameter is not None else None
             if found is None or prefix + own not in state:
                 continue
             name = found[1].name
@@ -318,7 +317,7 @@ class _Listing(local):
             if value is None:
                 value = self._read[name] = read_values(*found)
             state[prefix + own] = value
-        if self._engine.thread_guard.num_steps != self._num_steps:
+        if self.engine.thread_guard.num_steps != self._num_steps:
             raise ThreadGuardError(
                 "another thread trained while state_dict() was called: some values are of before"
                 " its step",
@@ -334,7 +333,7 @@ def add_state_dict_hooks(
     """Make state dicts show and accept offloaded parameters' values, all at once."""
     offloaded = [chunk for chunk in chunks if chunk.store is not None]
     places = {part.parameter: (chunk, part) for chunk in offloaded for part in chunk.slices}
-    listing = _Listing(model, engine, places)
+    listing = _Listing(ref(model), engine, places)
     loading: list[nn.Module] = []  # the outermost module whose state dict is loaded
 
     def placed(module: nn.Module) -> tuple[list[tuple[Chunk, Slice]], list[Chunk]]:

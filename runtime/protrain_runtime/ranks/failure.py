@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -64,22 +64,26 @@ def abandoned(rank: int, count: int) -> RanksError:
     return RanksError(message, fix=START_AGAIN)
 
 
+@dataclass(eq=False)
 class Meeting:
     """A place at the store where `count` ranks exchange values and report failures."""
 
-    def __init__(self, store: Store, rank: int, count: int, *, limit_s: float) -> None:
-        self.rank, self.count, self.limit_s = rank, count, limit_s
-        self._store = store
-        self._number = 0  # of the next meeting
-        self._lost: Report | None = None  # for good
-        self._last = 0  # identity of the last reported error
-        self.phases: dict[int, str] = {}  # by thread: its current phase
+    store: Store
+    rank: int
+    count: int
+    _: KW_ONLY
+    limit_s: float
+    _number: int = field(default=0, init=False)  # of the next meeting
+    _lost: Report | None = field(default=None, init=False)  # for good
+    _last: int = field(default=0, init=False)  # identity of the last reported error
+    # By thread: its current phase.
+    phases: dict[int, str] = field(default_factory=dict[int, str], init=False)
 
     def refuse_lost(self) -> None:
         """RanksError if a rank has failed for good, or the store is gone."""
         try:
-            if self._lost is None and self._store.check([_LOST]):
-                self._lost = Report(**json.loads(self._store.get(_LOST)))
+            if self._lost is None and self.store.check([_LOST]):
+                self._lost = Report(**json.loads(self.store.get(_LOST)))
         except RuntimeError as error:
             raise abandoned(self.rank, self.count) from error
         if self._lost is not None:
@@ -121,7 +125,7 @@ class Meeting:
         key = _LOST if final else f"failed/{self._number}"
         with suppress(RuntimeError):  # the store is gone, and the others with it
             report = asdict(Report(self.rank, what, why, fix))
-            first = Report(**json.loads(self._store.compare_set(key, "", json.dumps(report))))
+            first = Report(**json.loads(self.store.compare_set(key, "", json.dumps(report))))
             if final:
                 self._lost = first
                 return
@@ -129,16 +133,16 @@ class Meeting:
             # They read it before this process, and perhaps the store, ends.
             end = time.monotonic() + READ_S
             others = self.count - 1 - (first.rank != self.rank)
-            while self._store.add(f"read/{key}", 0) < others and time.monotonic() < end:
+            while self.store.add(f"read/{key}", 0) < others and time.monotonic() < end:
                 time.sleep(_LONGEST_NAP_S)
 
     def _hear(self, number: int) -> None:
         """RanksError if a failure was reported under this number, or for good."""
         self.refuse_lost()
         key = f"failed/{number}"
-        if self._store.check([key]):
-            report = Report(**json.loads(self._store.get(key)))
-            self._store.add(f"read/{key}", 1)
+        if self.store.check([key]):
+            report = Report(**json.loads(self.store.get(key)))
+            self.store.add(f"read/{key}", 1)
             self._number = number + 1
             raise report.error()
 
@@ -149,10 +153,10 @@ class Meeting:
         keys = [f"{number}/{rank}" for rank in range(self.count)]
         self.refuse_lost()
         try:
-            self._store.set(keys[self.rank], pickle.dumps((what, mine)))  # type: ignore[arg-type]
+            self.store.set(keys[self.rank], pickle.dumps((what, mine)))  # type: ignore[arg-type]
             self._number += 1
             end, nap = time.monotonic() + limit_s, 0.001
-            while not self._store.check(keys):
+            while not self.store.check(keys):
                 self._hear(number)
                 self._hear(number + 1)
                 if time.monotonic() > end:
@@ -161,9 +165,9 @@ class Meeting:
                 nap = min(2 * nap, _LONGEST_NAP_S)
             # A rank that failed while it waited here reports under the next number.
             self._hear(number + 1)
-            found = [pickle.loads(self._store.get(key)) for key in keys]  # noqa: S301 (our ranks')
+            found = [pickle.loads(self.store.get(key)) for key in keys]  # noqa: S301 (our ranks')
             if number:  # all ranks here have read the previous one
-                self._store.delete_key(f"{number - 1}/{self.rank}")
+                self.store.delete_key(f"{number - 1}/{self.rank}")
         except RanksError:
             raise
         except RuntimeError as error:
@@ -177,7 +181,7 @@ class Meeting:
         return [brought for _, brought in found]
 
     def _late(self, keys: list[str], what: str, limit_s: float) -> RanksError:
-        missing = next((n for n, key in enumerate(keys) if not self._store.check([key])), 0)
+        missing = next((n for n, key in enumerate(keys) if not self.store.check([key])), 0)
         calls = "calls prepare() once per model" if what == "prepare()" else f"calls {what}"
         return RanksError(
             f"rank {missing} of {self.count} did not reach {what} within {limit_s:g} s",

@@ -147,6 +147,7 @@ _FEW_STEPS = 4
 """Steps of a trial that only compares ranges of a parameter."""
 
 
+@dataclass(eq=False)
 class UpdateRules:
     """The rules of an optimizer for parameters of any dtype and shape.
 
@@ -157,22 +158,23 @@ class UpdateRules:
     Parameters in trials have `attributes`; None: each parameter's own.
     """
 
-    def __init__(
-        self,
-        factory: OptimizerFactory,
-        groups: Sequence[Mapping[str, Any]] = ({},),
-        members: Mapping[nn.Parameter, int] | None = None,
-        attributes: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.factory, self._groups, self._members = factory, groups, members or {}
-        self._attributes = attributes
-        self._others: dict[str, UpdateRules] = {}  # by parameters' attributes
-        self._masters_of: OptimizerFactory | None = getattr(factory, MASTERS_OF, None)
-        # Results of trials; those of several parameters hold for all shapes of as many dimensions.
-        self._rules: dict[tuple[torch.dtype, torch.Size, bool, int], UpdateRule] = {}
-        self._of_group: dict[tuple[torch.dtype, int], _Trial] = {}
-        self._apart: dict[tuple[torch.dtype, int, bool], str] = {}
-        self._compiles: bool | None = None
+    factory: OptimizerFactory
+    groups: Sequence[Mapping[str, Any]] = ({},)
+    members: Mapping[nn.Parameter, int] = field(default_factory=dict[nn.Parameter, int])
+    attributes: Mapping[str, Any] | None = None
+    # By parameters' attributes.
+    _others: dict[str, "UpdateRules"] = field(default_factory=dict[str, "UpdateRules"], init=False)
+    # Results of trials; those of several parameters hold for all shapes of as many dimensions.
+    _rules: dict[tuple[torch.dtype, torch.Size, bool, int], UpdateRule] = field(
+        default_factory=dict[tuple[torch.dtype, torch.Size, bool, int], UpdateRule], init=False
+    )
+    _of_group: dict[tuple[torch.dtype, int], "_Trial"] = field(
+        default_factory=dict[tuple[torch.dtype, int], "_Trial"], init=False
+    )
+    _apart: dict[tuple[torch.dtype, int, bool], str] = field(
+        default_factory=dict[tuple[torch.dtype, int, bool], str], init=False
+    )
+    _compiles: bool | None = field(default=None, init=False)
 
     def of(
         self,
@@ -188,13 +190,13 @@ class UpdateRules:
         """
         own = 0
         if parameter is not None:
-            own, attributes = self._members.get(parameter, 0), attributes_of(parameter)
+            own, attributes = self.members.get(parameter, 0), attributes_of(parameter)
             key = repr(sorted(attributes.items()))
             # Attributes that differ everywhere, such as names, are not for the optimizer.
             tried = key in self._others or len(self._others) < _MOST_ATTRIBUTES
-            if self._attributes is None and attributes and tried:
+            if self.attributes is None and attributes and tried:
                 if key not in self._others:
-                    options = self.factory, self._groups, self._members
+                    options = self.factory, self.groups, self.members
                     self._others[key] = UpdateRules(*options, attributes)
                 return self._others[key].of(dtype, shape, in_order=in_order, parameter=parameter)
         place = dtype, shape, in_order, own
@@ -212,7 +214,7 @@ class UpdateRules:
         if self._example is not None:
             refuse_closures(self._example)
         rule = self._trial(dtype, own).rule(shape)
-        others = [number for number in range(len(self._groups)) if number != own]
+        others = [number for number in range(len(self.groups)) if number != own]
         for number in others if not rule.reason else ():
             try:
                 other = self._trial(dtype, number).rule(shape)
@@ -233,12 +235,12 @@ class UpdateRules:
 
         ProtrainError if masters cannot be updated in batches, by an optimizer each.
         """
-        masters = self._masters_of
+        masters: OptimizerFactory | None = getattr(self.factory, MASTERS_OF, None)
         if masters is not None:
             dtype, cuts = torch.promote_types(dtype, torch.float32), False
         if (dtype, len(shape), cuts) not in self._apart:
-            groups = [self._groups[own], *self._groups[:own], *self._groups[own + 1 :]]
-            train = partial(Training, masters or self.factory, self._attributes or {})
+            groups = [self.groups[own], *self.groups[:own], *self.groups[own + 1 :]]
+            train = partial(Training, masters or self.factory, self.attributes or {})
             reason, writes = why_together(train, groups[:_MOST_GROUPS], dtype, shape, pieces=cuts)
             if masters is not None and (reason or writes):
                 kept = "its step keeps values in its groups"
@@ -255,7 +257,7 @@ class UpdateRules:
     def _trial(self, dtype: torch.dtype, number: int) -> "_Trial":
         """Trials on a parameter of group `number`."""
         if (dtype, number) not in self._of_group:
-            train = partial(Training, self.factory, self._attributes or {}, [self._groups[number]])
+            train = partial(Training, self.factory, self.attributes or {}, [self.groups[number]])
             block, least = known(type(self._example)).blocks(self._example)
             self._of_group[dtype, number] = _Trial(
                 train, dtype, (int(block), int(least)), self.compiled(dtype)
@@ -265,10 +267,10 @@ class UpdateRules:
     @cached_property
     def _example(self) -> torch.optim.Optimizer | None:
         """One optimizer of the user's class; None if it refuses such a matrix."""
-        name, *_ = self._groups[0].get(NAMES) or [""]
+        name, *_ = self.groups[0].get(NAMES) or [""]
         with trying(object), suppress(Exception):  # trials report what it refuses
-            members = [(nn.Parameter(torch.zeros(2, 2)), name, self._groups[0])]
-            return (self._masters_of or self.factory)(groups_of(members))
+            members = [(nn.Parameter(torch.zeros(2, 2)), name, self.groups[0])]
+            return getattr(self.factory, MASTERS_OF, self.factory)(groups_of(members))
         return None
 
     def compiled(self, dtype: torch.dtype) -> bool:
@@ -286,7 +288,7 @@ class UpdateRules:
                 suppress(Exception),  # the user's class; trials report what it refuses
                 torch.compiler.set_stance("default", force_backend=backend),
             ):
-                training = Training(self.factory, self._attributes or {}, [self._groups[0]], values)
+                training = Training(self.factory, self.attributes or {}, [self.groups[0]], values)
                 training.step(gradients_of(values, 0))
             self._compiles = bool(calls)
         return self._compiles
