@@ -40,7 +40,7 @@ def hidden() -> Tensor:
     return torch.randn(2, 8, WIDTH, generator=generator).requires_grad_()
 
 
-def in_form(block: Block, form: Form) -> Block:
+def in_form(block: Callable[[Tensor], Any], form: Form) -> Block:
     return cast(Block, code_in_form(form, block, nn.Module()))
 
 
@@ -54,7 +54,9 @@ def trained(block: Block, parameters: list[Tensor], after: Block = torch.sin) ->
 
 
 def assert_forms_change_nothing(
-    block: Block, parameters: list[Tensor], after: Block = torch.sin
+    block: Callable[[Tensor], Any],
+    parameters: list[Tensor],
+    after: Callable[[Any], Tensor] = torch.sin,
 ) -> None:
     expected = trained(block, parameters, after)
     for form in RECOMPUTED:
@@ -251,22 +253,11 @@ def test_products_that_are_written_to_in_the_block_match_plain_torch_bitwise() -
 def test_products_that_others_write_to_match_plain_torch_bitwise() -> None:
     """The block hands on what it keeps, and whoever gets it writes to it."""
     first, second = parameters = weights(2)
-
-    def block(given: Tensor) -> tuple[Tensor, Tensor]:
-        return given @ first, F.gelu(given @ second)
-
-    def whole(run: Callable[[Tensor], Any]) -> list[Tensor]:
-        def written(given: Tensor) -> Tensor:
-            one, other = run(given)
-            result: Tensor = one.mul_(3) + other
-            return result
-
-        return trained(written, parameters, torch.sin)
-
-    expected = whole(block)
-    for form in RECOMPUTED:
-        found = whole(code_in_form(form, block, nn.Module()))
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert_forms_change_nothing(
+        lambda given: (given @ first, F.gelu(given @ second)),
+        parameters,
+        lambda handed: torch.sin(handed[0].mul_(3) + handed[1]),
+    )
 
 
 def test_a_write_that_nobody_could_see_coming_is_an_error() -> None:
