@@ -26,7 +26,7 @@ from protrain_runtime.contract.records import commands as records
 from protrain_runtime.contract.records.hardware import Hardware, TierName
 from protrain_runtime.contract.records.plan import SETTINGS, Budgets, StepSettings
 from protrain_runtime.contract.records.profile import Profile
-from protrain_runtime.contract.records.reader import version_of
+from protrain_runtime.contract.records.tree import parsed
 from protrain_runtime.contract.records.words import did_you_mean, listed, number_text
 from protrain_runtime.contract.units import exact_bytes, format_bytes, format_seconds
 
@@ -151,7 +151,8 @@ def ver001(files: Files) -> Verdict:
         for path, profile in files.profiles:
             if isinstance(profile, RecordError):
                 return _unreadable(profile, where=f"{path}:{profile.line}: ")
-    return Passed(found=f"version {version_of(files.text)}")
+    version = parsed(files.text, None).at("version").read(int)
+    return Passed(found=f"version {version}")
 
 
 def _unreadable(error: RecordError, *, where: str) -> Failed:

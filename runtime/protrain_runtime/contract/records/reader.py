@@ -65,11 +65,6 @@ def kind_of(text: str, source: str | None = None) -> str | None:
     return None if kind is None else kind.read(Text)
 
 
-def version_of(text: str) -> int:
-    """The version that the text of a record says it is of."""
-    return parsed(text, None).at("version").read(int)
-
-
 def _fields(owner: type, document: Document) -> dict[str, Any]:
     types = hints(owner)
     return {key: _value(types[key], document.at(key)) for key in document.data if key in types}
