@@ -165,7 +165,7 @@ runtime/protrain_runtime/devices/lanes.py::ThreadTicket.synchronize
 @ from_disk_with_late_threads
 runtime/protrain_runtime/devices/lanes.py::StreamTicket._end
 = work is waited for that is not on its stream yet
-- self._issue.synchronize()
+- self.submitted.synchronize()
 @ the_launching_thread_goes_on
 runtime/protrain_runtime/devices/lanes.py::StreamTicket.synchronize
 = the host's optimizer reads a gradient before it has arrived
