@@ -166,7 +166,7 @@ def late(rank: int, count: int) -> str:
 @pytest.mark.nightly
 def test_a_rank_that_comes_too_late_is_told_so_and_all_may_come_again(tmp_path: Path) -> None:
     first, second = run_ranks(late, 2, tmp_path)
-    assert first.startswith("rank 1 of 2 did not come to prepare() within 2 s")
+    assert first.startswith("rank 1 of 2 did not reach prepare() within 2 s")
     assert second.startswith(f"rank 0 failed in prepare(): {first.splitlines()[0]}")
 
 
