@@ -6,12 +6,14 @@ from functools import cache
 from io import StringIO
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from protrain_plan.models.sources import ModelSource, load_source
 from protrain_plan.presentation.profiles import profile_text
+from protrain_runtime.activations.own_checkpoints import switch_off_checkpointing
 from protrain_runtime.contract.program.program import unit_words
 from protrain_runtime.contract.records import dumps_profile, loads_profile
 from protrain_runtime.contract.records.hardware import Hardware
@@ -196,6 +198,16 @@ def checkpointed():
     model.gradient_checkpointing_enable()
     return model, batches
 """
+
+
+def test_a_models_own_checkpointing_is_switched_off_and_on_again() -> None:
+    model: Any = model_of(load_source("tiny-llama"))
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match="gradient checkpointing is switched off"):
+        switch_on_again = switch_off_checkpointing(model)
+    assert not model.is_gradient_checkpointing
+    switch_on_again()
+    assert model.is_gradient_checkpointing
 
 
 @pytest.mark.slow
