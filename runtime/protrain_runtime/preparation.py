@@ -488,6 +488,7 @@ def _attach(
         step_on=optimizer.step_on,
         shared_buffers=tuple(model.buffers()) if ranks is not None else (),
     )
+    undo.append(engine.close)
 
     # A model that is dropped without `restore` still frees its threads and files, by a finalizer
     # that refers neither to the model nor to its engine.
@@ -497,12 +498,12 @@ def _attach(
         shut.callback(lane.close)
     last_resort = weakref.finalize(model, only_here(partial(off_workers, shut.close)))
     undo.append(last_resort.detach)
-    undo.append(engine.close)
     for unit, module in zip(plan.units, modules, strict=True):
         if unit.activations.form != "keep" and module is not None:
             undo.append(wrap_forward(module, unit.activations.form))
     names = [unit.name for unit in plan.units]
     boundaries = Boundaries(model, modules, engine, names=names, thread_guard=engine.thread_guard)
+    undo.append(boundaries.remove)
     engine.boundaries = weakref.ref(boundaries)
     prepared.unchanged = UnchangedModel(model, chunks)
     engine.unchanged = weakref.ref(prepared.unchanged)
@@ -510,7 +511,6 @@ def _attach(
         undo.append(overridden(module, "_apply", partial(refuse_conversion, module)))
     undo.append(refuse_wrapping(model))
     undo.append(watch_zero_grad(model, engine.thread_guard))
-    undo.append(boundaries.remove)
     undo.append(refuse_larger_batches(model, plan.workload))
     add_state_dict_hooks(model, chunks, engine, undo)
     prepared.engine, prepared.chunks = engine, chunks

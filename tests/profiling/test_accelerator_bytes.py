@@ -58,10 +58,10 @@ class OddSource:
 
     name, model_config, mixed = "odd", "", None
 
-    def build(self, **_: object) -> nn.Module:
+    def build(self, *_: object, **__: object) -> nn.Module:
         return Odd().train()
 
-    def batches(self, **_: object) -> object:
+    def batches(self, *_: object, **__: object) -> object:
         while True:
             yield (torch.ones(7, 5),)
 

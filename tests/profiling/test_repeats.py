@@ -45,8 +45,9 @@ def test_it_is_said_which_layers_run_several_times(
 @pytest.mark.parametrize("command", ["profile", "fit"])
 def test_commands_say_it_in_text_and_in_json(command: str, tmp_path: Path) -> None:
     call = (command, f"{repeating_models.__file__}:depth", "--on", "rtx-4090")
+    explained = ["--explain"] if command == "fit" else []
     words = "blocks.0-1 run 3 times in a forward, so they are planned as one unit"
-    assert words in " ".join(protrain(*call, folder=tmp_path).stdout.split())
+    assert words in " ".join(protrain(*call, *explained, folder=tmp_path).stdout.split())
     data = printed(protrain(*call, "--json", folder=tmp_path))
     told = data["caveats"] if command == "profile" else data["repeats"]
     assert any(line.startswith(words) for line in told)
