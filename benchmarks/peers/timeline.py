@@ -27,7 +27,7 @@ NUM_WORST = 5
 def timeline(work: Work, profile: Path, out: Path) -> dict[str, Any]:
     """Record a planned step, write the recording, and compare it with the simulation."""
     plan = read_plan(work.plan)
-    if plan.group.num_devices == 1 and plan.keeps_everything:
+    if plan.is_plain:
         raise Skipped("the plan keeps everything, so that nothing runs beside compute")
     device = accelerators.found(work.device)
     limit = Limit(work)

@@ -4,7 +4,6 @@ The optimizer is the profile's.
 """
 
 import hashlib
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from protrain_plan.presentation.terminal import fields_of
 from protrain_plan.profiling.compiling import compilation_since, compiled_so_far, compiled_whole
 from protrain_plan.profiling.unit_by_unit import SHARE_OF_FREE_MEMORY, free_bytes
 from protrain_runtime.activations.trees import tensors_in
-from protrain_runtime.checkpoint.folders import next_save
+from protrain_runtime.checkpoint.folders import check_writable
 from protrain_runtime.checkpoint.loading import load, read_extra
 from protrain_runtime.checkpoint.saving import save
 from protrain_runtime.checkpoint.weights import Weights
@@ -111,8 +110,7 @@ def train(
     # All ranks have what rank 0 saves.
     save_to = None if compared or (plain and rank > 0) else options.save
     if save_to is not None and rank == 0:  # ranks may not look at the same time
-        with next_save(save_to) as folder:  # fails on whatever a save would, hours later
-            shutil.rmtree(folder)
+        check_writable(save_to)
     source = load_source(workload.model, model_config=workload.model_config)
     factory = optimizer_factory(plan.optimizer)  # refuse a wrong name at once
     device = devices.found(options.device or workload.device)

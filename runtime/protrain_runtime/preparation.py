@@ -166,8 +166,7 @@ def prepare(
         modules = check_model(model, plan)
         check_kernels(plan)
         check_devices(model, plan, process_group, copies=check == "bitwise")
-        # Plain PyTorch itself: nothing to attach or check.
-        keeps = plan.group.num_devices == 1 and plan.keeps_everything
+        keeps = plan.is_plain  # nothing to attach or check
         undo.append(_compile_as_planned(model, plan, None if keeps else modules))
         copies = check == "bitwise" and not keeps
         backends = backends_for_copy(model) if copies else {}

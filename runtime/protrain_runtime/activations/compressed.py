@@ -405,6 +405,11 @@ _GAMMA, _FIRST, _SECOND = (  # as int64
 )
 
 
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """Shift to the right, filling with zeros."""
+    return (words >> by) & ((1 << (64 - by)) - 1)
+
+
 def _seed(sums: Tensor) -> Tensor:
     """An int64 seed from float32 sums of the packed values and `SEED`."""
     bits = sums.view(torch.int32).to(torch.int64)
@@ -415,7 +420,6 @@ def _seed(sums: Tensor) -> Tensor:
 def _words(seed: Tensor, count: int) -> Tensor:
     """The first `count` words of SplitMix64 from `seed`: int64 [count]."""
     words = torch.arange(1, count + 1, device=seed.device) * _GAMMA + seed
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):  # its finalizer
-        words = words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))  # filled with zeros
-        words = words if factor == 1 else words * factor
-    return words
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):  # its finalizer
+        words = (words ^ _shifted(words, shift)) * factor
+    return words ^ _shifted(words, 31)

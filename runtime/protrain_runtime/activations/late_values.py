@@ -231,8 +231,10 @@ def is_cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
 
 _ATTRIBUTES = ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse")
 _METHODS = ("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point")
-_GEOMETRY = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}
-_GEOMETRY |= {getattr(Tensor, name) for name in _METHODS}
+_GEOMETRY = frozenset(
+    [getattr(Tensor, name).__get__ for name in _ATTRIBUTES]
+    + [getattr(Tensor, name) for name in _METHODS]
+)
 _ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
     Tensor.requires_grad.__get__: lambda _: True,  # type: ignore[attr-defined]
     Tensor.is_leaf.__get__: lambda _: False,  # type: ignore[attr-defined]
@@ -241,8 +243,8 @@ _ANSWERS: Mapping[object, Callable[[Tensor], object]] = {
     Tensor.untyped_storage: lambda near: near.untyped_storage(),
 }
 """Answers without values: the place in the graph, the memory held."""
-VIEWS = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
-VIEWS |= {Tensor.contiguous, Tensor.squeeze, Tensor.unsqueeze}
+_VIEWS = ("view", "reshape", "flatten", "contiguous", "squeeze", "unsqueeze")
+VIEWS = frozenset([*(getattr(Tensor, name) for name in _VIEWS), torch.reshape, torch.flatten])
 
 
 def is_view(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

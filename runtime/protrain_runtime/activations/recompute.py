@@ -124,10 +124,10 @@ class Draws:
     """Random numbers that one forward draws: `first` goes around it, `again` around the next."""
 
     modules: Sequence[nn.Module]  # of a block, itself included
+    # Sources with their states before the first run.
     _drawn: list[tuple[Source, State]] = field(
         default_factory=list[tuple[Source, State]], init=False
     )
-    """Sources with their states before the first run."""
 
     @contextmanager
     def first(self) -> Iterator[None]:

@@ -28,6 +28,12 @@ ROOM = "make room there, or save to another directory; what was saved before is 
 ELSEWHERE = "save to another directory"
 
 
+def check_writable(directory: Path) -> None:
+    """Make the directory, and fail now on whatever a save would fail on after hours of training."""
+    with next_save(directory) as folder:
+        shutil.rmtree(folder)
+
+
 @contextmanager
 def next_save(directory: Path) -> Iterator[Path]:
     """Make a save's new folder, removed if the block fails; ProtrainError if in use.

@@ -44,13 +44,12 @@ class HostStore:
 
     backend: Backend
     _starts: list[int] = field(default_factory=list[int], init=False)  # of the buffers, ascending
-    _buffers: list[torch.Tensor] = field(
-        default_factory=list[torch.Tensor], init=False
-    )  # uint8 [bytes]
+    # uint8 [bytes]
+    _buffers: list[torch.Tensor] = field(default_factory=list[torch.Tensor], init=False)
+    # By offset and bytes.
     _views: dict[tuple[int, int], torch.Tensor] = field(
         default_factory=dict[tuple[int, int], torch.Tensor], init=False
     )
-    """By offset and bytes."""
     num_bytes: int = field(default=0, init=False)  # the store's end
 
     def reserve(self, num_bytes: int) -> int:

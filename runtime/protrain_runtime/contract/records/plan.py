@@ -450,6 +450,11 @@ class Plan:
         return all(one.activations == KEEP and one.states == PERSISTENT for one in self.units)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether the plan is plain PyTorch: one device keeps everything."""
+        return self.group.num_devices == 1 and self.keeps_everything
+
+    @property
     def host_updated(self) -> tuple[UnitPlan, ...]:
         """Units whose parameters the host's optimizer updates for a model on an accelerator."""
         if not is_accelerator(self.workload.device):
